@@ -1,0 +1,206 @@
+"""Which kernel serves a call, and why not the others.
+
+A kernel is a record: op, strategy, device types, ``reasons`` (empty = it can), ``cost``, and the function. ``resolve``
+picks one: an explicit strategy runs or raises one error with its reasons; AUTO takes the cheapest of those without a
+reason against them. Nothing falls back in silence: every distinct choice is logged once (logger
+``atb_modules.kernels``), and ``explain_choice`` returns the whole table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from atb_modules.kernels.costs import Cost, predicted_seconds
+from atb_modules.kernels.traits import Traits
+from atb_modules.strategies import OP_FAMILIES, effective_strategy
+
+logger = logging.getLogger("atb_modules.kernels")
+
+Reasons = Callable[[Any, Any], tuple[str, ...]]
+CostFunction = Callable[[Any, Any], Cost]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of one op.
+
+    Args:
+        op: the op's name, a key of ``strategies.OP_FAMILIES``.
+        strategy: the strategy that selects it.
+        function: the implementation; all kernels of an op take the same arguments.
+        reasons: ``(spec, traits) -> tuple of sentences``: why it cannot serve such a call; empty if it can.
+        cost: ``(spec, traits) -> Cost``, compared by AUTO.
+        device_types: torch device types it runs on; empty for any.
+        needs_contiguous: whether the front must hand it contiguous tensors; the copy is part of its cost.
+    """
+
+    op: str
+    strategy: StrEnum
+    function: Callable[..., Any] = field(compare=False)
+    reasons: Reasons = field(compare=False)
+    cost: CostFunction = field(compare=False)
+    device_types: tuple[str, ...] = ()
+    needs_contiguous: bool = False
+
+    def reasons_against(self, spec: Any, traits: Traits) -> tuple[str, ...]:
+        """Every sentence that speaks against this kernel for such a call."""
+        if self.device_types and traits.device_type not in self.device_types:
+            return (f"runs on {', '.join(self.device_types)}, the tensors are on {traits.device_type}",)
+        return self.reasons(spec, traits)
+
+    def predicted_seconds(self, spec: Any, traits: Traits) -> float:
+        cost = self.cost(spec, traits)
+        if self.needs_contiguous and not traits.contiguous:
+            cost = dataclasses.replace(cost, bytes=cost.bytes * 2, calls=cost.calls + 1)
+        return predicted_seconds(self.strategy.value, cost)
+
+
+@dataclass(frozen=True)
+class ExplanationRow:
+    """What the registry thinks of one kernel for one call."""
+
+    strategy: str
+    chosen: bool
+    reasons: tuple[str, ...]
+    predicted_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The table behind a choice: ``rows`` as data, ``str()`` as text."""
+
+    op: str
+    spec: Any
+    traits: Traits
+    asked: str
+    rows: tuple[ExplanationRow, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """The strategy that runs, None where none can."""
+        return next((row.strategy for row in self.rows if row.chosen), None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} (asked: {self.asked})"]
+        for row in self.rows:
+            verdict = "chosen" if row.chosen else "can" if not row.reasons else "cannot"
+            predicted = "" if row.predicted_seconds is None else f"{row.predicted_seconds * 1e6:10.1f} us predicted"
+            why = "; ".join(row.reasons)
+            lines.append(f"  {row.strategy:<10} {verdict:<7} {predicted:>23}  {why}".rstrip())
+        return "\n".join(lines)
+
+
+_KERNELS: dict[str, list[Kernel]] = {op: [] for op in OP_FAMILIES}
+_LOGGED: set[tuple[Any, ...]] = set()
+_RECORDING: ContextVar[dict[tuple[str, str], Explanation] | None] = ContextVar("atb_modules_choices", default=None)
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to the registry. Order of registration breaks ties. Raises where (op, strategy) is taken."""
+    if kernel.op not in _KERNELS:
+        raise ValueError(f"op is {kernel.op!r}; allowed: {', '.join(_KERNELS)}")
+    if not isinstance(kernel.strategy, OP_FAMILIES[kernel.op]) or kernel.strategy.value == "auto":
+        raise ValueError(f"strategy is {kernel.strategy!r}; {kernel.op} takes members of {OP_FAMILIES[kernel.op]}")
+    if any(other.strategy is kernel.strategy for other in _KERNELS[kernel.op]):
+        raise ValueError(f"a kernel for ({kernel.op}, {kernel.strategy.value}) is registered already")
+    _KERNELS[kernel.op].append(kernel)
+    return kernel
+
+
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """The registered kernels of ``op`` in order of registration."""
+    if op not in _KERNELS:
+        raise ValueError(f"op is {op!r}; allowed: {', '.join(_KERNELS)}")
+    return tuple(_KERNELS[op])
+
+
+def resolve(op: str, spec: Any, traits: Traits, strategy: str | StrEnum = "auto") -> Kernel:
+    """The kernel that serves such a call.
+
+    Raises:
+        ValueError: where an explicit strategy cannot serve the call (with all its reasons), where it has no kernel
+            for this op, or where no kernel at all can serve it.
+    """
+    asked = effective_strategy(op, strategy)
+    chosen = _choose(op, spec, traits, asked)
+    if chosen is None:
+        raise ValueError(_refusal(op, spec, traits, asked))
+    if not torch.compiler.is_compiling():
+        _note_choice(op, spec, traits, asked, chosen)
+    return chosen
+
+
+def explain_choice(op: str, spec: Any, traits: Traits, strategy: str | StrEnum = "auto") -> Explanation:
+    """The table of all kernels of ``op`` for such a call: who is chosen, who cannot and why, predicted times."""
+    asked = effective_strategy(op, strategy)
+    chosen = _choose(op, spec, traits, asked)
+    rows = []
+    for kernel in _KERNELS[op]:
+        reasons = kernel.reasons_against(spec, traits)
+        seconds = None if reasons else kernel.predicted_seconds(spec, traits)
+        rows.append(ExplanationRow(kernel.strategy.value, kernel is chosen, reasons, seconds))
+    return Explanation(op, spec, traits, asked.value, tuple(rows))
+
+
+@contextlib.contextmanager
+def record_choices() -> Iterator[dict[tuple[str, str], Explanation]]:
+    """Collect the choices made inside the block: ``(op, strategy) -> Explanation`` of its first call."""
+    choices: dict[tuple[str, str], Explanation] = {}
+    token = _RECORDING.set(choices)
+    try:
+        yield choices
+    finally:
+        _RECORDING.reset(token)
+
+
+def _choose(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None:
+    best: Kernel | None = None
+    best_seconds = float("inf")
+    for kernel in _KERNELS[op]:
+        if asked.value != "auto" and kernel.strategy is not asked:
+            continue
+        if kernel.reasons_against(spec, traits):
+            continue
+        if asked.value != "auto":
+            return kernel
+        seconds = kernel.predicted_seconds(spec, traits)
+        if best is None or seconds < best_seconds:
+            best, best_seconds = kernel, seconds
+    return best
+
+
+def _refusal(op: str, spec: Any, traits: Traits, asked: StrEnum) -> str:
+    asked_kernels = [k for k in _KERNELS[op] if asked.value in ("auto", k.strategy.value)]
+    if not asked_kernels:
+        there = ", ".join(k.strategy.value for k in _KERNELS[op])
+        return f"strategy is {asked.value!r}, which has no kernel for {op}; allowed: auto, {there}"
+    why = " | ".join(f"{k.strategy.value}: {'; '.join(k.reasons_against(spec, traits))}" for k in asked_kernels)
+    return f"strategy is {asked.value!r}, which cannot serve this {op} call: {why}"
+
+
+def _note_choice(op: str, spec: Any, traits: Traits, asked: StrEnum, chosen: Kernel) -> None:
+    recording = _RECORDING.get()
+    if recording is not None and (op, chosen.strategy.value) not in recording:
+        recording[op, chosen.strategy.value] = explain_choice(op, spec, traits, asked)
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    against = tuple(
+        (k.strategy.value, k.reasons_against(spec, traits)) for k in _KERNELS[op] if k is not chosen
+    )
+    copied = chosen.needs_contiguous and not traits.contiguous
+    key = (op, spec, asked, chosen.strategy, traits.device_type, copied, against)
+    if key in _LOGGED:
+        return
+    _LOGGED.add(key)
+    rejected = "; ".join(f"{name}: {', '.join(why) or 'costs more'}" for name, why in against)
+    copy_note = " (copies its inputs to contiguous memory)" if copied else ""
+    logger.info("%s -> %s%s [asked %s; %s; %s]", op, chosen.strategy.value, copy_note, asked.value, traits, rejected)

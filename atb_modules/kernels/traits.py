@@ -1,0 +1,153 @@
+"""What a kernel may know of a call before it runs: shapes, dtypes, device and needs, as frozen data.
+
+Traits are built by the functional fronts, read by ``reasons()`` and ``cost()``, and never hold a tensor.
+Sizes may be symbolic while torch.compile traces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """A dense call: q (batch, num_heads, q_len, head_dim) over k, v (batch, num_kv_heads, kv_len, head_dim)."""
+
+    device_type: str
+    dtype: torch.dtype
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    mask: str = "none"  # "none", "bool" or "float"
+    mask_elements: int = 0
+    has_sinks: bool = False
+    has_alibi: bool = False
+    dropout: bool = False
+    need_lse: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class PagedAttentionTraits:
+    """Packed queries (total, num_heads, head_dim) over pages (num_pages, num_kv_heads, page_size, head_dim)."""
+
+    device_type: str
+    dtype: torch.dtype
+    page_dtype: torch.dtype
+    batch: int
+    total: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_blocks: int
+    has_sinks: bool = False
+    has_alibi: bool = False
+    need_lse: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class NormTraits:
+    """Rows of ``width`` elements, normalised each; ``fused_add`` adds a residual first."""
+
+    device_type: str
+    dtype: torch.dtype
+    rows: int
+    width: int
+    fused_add: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class ActivationTraits:
+    """Rows of ``width`` gate elements (and as many up elements)."""
+
+    device_type: str
+    dtype: torch.dtype
+    kind: str
+    rows: int
+    width: int
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class LinearTraits:
+    """x (rows, in_features) times weight (out_features, in_features) transposed."""
+
+    device_type: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    rows: int
+    in_features: int
+    out_features: int
+    has_bias: bool = False
+    requires_grad: bool = False
+    autocast: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class RotaryTraits:
+    """tokens x heads vectors of head_dim channels, the first rotary_dim of them rotated."""
+
+    device_type: str
+    dtype: torch.dtype
+    tokens: int
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class CacheAppendTraits:
+    """tokens x num_kv_heads vectors written into pages; ``rotary`` rotates queries and keys on the way."""
+
+    device_type: str
+    dtype: torch.dtype
+    page_dtype: torch.dtype
+    tokens: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
+class DecodeTraits:
+    """One token for each of ``batch`` rows through a whole layer in inference mode."""
+
+    device_type: str
+    dtype: torch.dtype
+    page_dtype: torch.dtype
+    batch: int
+    #: what the layer is made of beyond the sizes, e.g. "norm:rmsnorm", "placement:pre"
+    structure: tuple[str, ...] = ()
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+Traits = (
+    AttentionTraits
+    | PagedAttentionTraits
+    | NormTraits
+    | ActivationTraits
+    | LinearTraits
+    | RotaryTraits
+    | CacheAppendTraits
+    | DecodeTraits
+)

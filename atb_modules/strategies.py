@@ -1,0 +1,165 @@
+"""Who computes: the strategy enums, and the words that users type for them.
+
+A strategy never changes the mathematics. Strings and members are interchangeable everywhere
+(``"sdpa" == AttentionStrategy.SDPA``); ``AUTO`` asks the registry for the cheapest kernel that can serve the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import TypeVar
+
+E = TypeVar("E", bound=StrEnum)
+
+
+class AttentionStrategy(StrEnum):
+    """Who computes attention (dense and paged)."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"  # einops, any floating dtype, the truth of the tests
+    EAGER = "eager"  # plain PyTorch: matmul, softmax, matmul
+    SDPA = "sdpa"  # torch.nn.functional.scaled_dot_product_attention
+    CPU = "cpu"  # our C++ kernels
+
+
+class NormStrategy(StrEnum):
+    """Who computes RMSNorm and LayerNorm, alone or fused with the residual add."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TORCH = "torch"
+    CPU = "cpu"
+
+
+class MLPStrategy(StrEnum):
+    """Who computes the activation between the two products of a feed-forward."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TORCH = "torch"
+    CPU = "cpu"
+
+
+class LinearStrategy(StrEnum):
+    """Who computes matrix products with a weight."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TORCH = "torch"
+    CPU = "cpu"
+
+
+class RotaryStrategy(StrEnum):
+    """Who rotates queries and keys."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TORCH = "torch"
+    CPU = "cpu"
+
+
+class CacheStrategy(StrEnum):
+    """Who writes keys and values into the pages of the cache."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TORCH = "torch"
+    CPU = "cpu"
+
+
+class DecodeStrategy(StrEnum):
+    """Who computes one token through a whole layer: one native call, or the modules one after the other."""
+
+    AUTO = "auto"
+    MODULES = "modules"
+    CPU = "cpu"
+
+
+class AttentionType(StrEnum):
+    """The words of ``TransformerLayer(attention_type=...)``."""
+
+    FLASH = "flash"  # any fused kernel: the registry chooses
+    SDPA = "sdpa"
+    EAGER = "eager"
+    REFERENCE = "reference"
+
+
+#: The family of strategies that serves each op.
+OP_FAMILIES: dict[str, type[StrEnum]] = {
+    "attention": AttentionStrategy,
+    "paged_attention": AttentionStrategy,
+    "rms_norm": NormStrategy,
+    "add_rms_norm": NormStrategy,
+    "layer_norm": NormStrategy,
+    "add_layer_norm": NormStrategy,
+    "gated_activation": MLPStrategy,
+    "linear": LinearStrategy,
+    "rotary": RotaryStrategy,
+    "cache_append": CacheStrategy,
+    "rotary_append": CacheStrategy,
+    "decode_layer": DecodeStrategy,
+}
+
+_FAMILY_WORDS: dict[str, type[StrEnum]] = {
+    "attention": AttentionStrategy,
+    "norm": NormStrategy,
+    "mlp": MLPStrategy,
+    "linear": LinearStrategy,
+    "rotary": RotaryStrategy,
+    "cache": CacheStrategy,
+    "decode": DecodeStrategy,
+}
+
+_OVERRIDES: ContextVar[tuple[StrEnum, ...]] = ContextVar("atb_modules_strategy_overrides", default=())
+
+
+def parse_enum(enum: type[E], value: str | E, argument: str) -> E:
+    """The member of ``enum`` that ``value`` names; ValueError with the allowed words otherwise."""
+    if isinstance(value, str):
+        for member in enum:
+            if member.value == value:
+                return member
+    allowed = ", ".join(repr(member.value) for member in enum)
+    raise ValueError(f"{argument} is {value!r}; allowed: {allowed}")
+
+
+def attention_strategy_of(attention_type: str | AttentionType) -> AttentionStrategy:
+    """The strategy behind the word of ``attention_type`` (``"flash"`` leaves the choice to the registry)."""
+    word = parse_enum(AttentionType, attention_type, "attention_type")
+    return AttentionStrategy.AUTO if word is AttentionType.FLASH else AttentionStrategy(word.value)
+
+
+@contextlib.contextmanager
+def use_strategy(**families: str) -> Iterator[None]:
+    """Override strategies inside a ``with`` block, for this thread or task alone.
+
+    >>> with use_strategy(attention="reference", norm="torch"):
+    ...     layer(x)
+
+    Keywords: attention, norm, mlp, linear, rotary, cache, decode. An override wins over what a module was built with.
+    """
+    members = dict.fromkeys(_OVERRIDES.get())
+    for word, value in families.items():
+        if word not in _FAMILY_WORDS:
+            raise TypeError(f"use_strategy got {word!r}; allowed keywords: {', '.join(_FAMILY_WORDS)}")
+        family = _FAMILY_WORDS[word]
+        chosen = parse_enum(family, value, word)
+        members = dict.fromkeys(m for m in members if not isinstance(m, family))
+        members[chosen] = None
+    token = _OVERRIDES.set(tuple(members))
+    try:
+        yield
+    finally:
+        _OVERRIDES.reset(token)
+
+
+def effective_strategy(op: str, strategy: str | StrEnum) -> StrEnum:
+    """The strategy in force for ``op``: the local override, else what the caller asked for."""
+    family = OP_FAMILIES[op]
+    for member in _OVERRIDES.get():
+        if isinstance(member, family):
+            return member
+    return strategy if isinstance(strategy, family) else parse_enum(family, strategy, "strategy")
