@@ -1,0 +1,8 @@
+"""Paged key/value cache: pages from a pool, shared, forked, cropped and windowed per sequence."""
+
+from .manager import KVCacheManager, PrefixHit
+from .pool import OutOfPagesError
+from .stats import CacheStats, GroupStats
+from .step import CacheStep
+
+__all__ = ["CacheStats", "CacheStep", "GroupStats", "KVCacheManager", "OutOfPagesError", "PrefixHit"]

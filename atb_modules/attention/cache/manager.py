@@ -1,0 +1,356 @@
+"""KVCacheManager: keys and values of all layers in pages from a pool that is reserved once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .book import PageBook
+from .groups import CachedSequence, LayerGroup
+from .pool import OutOfPagesError
+from .sharing import PrefixHit, PrefixSharing
+from .stats import CacheStats, measure
+from .step import CacheStep, StepBuilder
+from .validation import (
+    as_lengths,
+    as_rows,
+    check_appended,
+    check_count,
+    check_dtype,
+    layer_windows,
+)
+
+__all__ = ["KVCacheManager", "OutOfPagesError", "PrefixHit"]
+
+
+class KVCacheManager(PrefixSharing):
+    """Paged key/value cache for the layers of one model.
+
+    Pages of `page_size` tokens are taken one at a time from a pool that is allocated once, so that appending
+    never moves or copies what is there. `begin(batch_size)` opens that many empty sequences (and closes
+    those that were open); a step (`step`) reserves room for the new tokens of every row, the layers `append`
+    their keys and values, attention reads `pages` through the step's block table. Rows are numbered from 0
+    in the order in which they were opened; when a row leaves, later rows move down by one, as in a list.
+
+    Layers with the same window share a block table (a layer group); in a group with a window, pages that no
+    later query can see go back to the pool at the next step. Prefix sharing is explicit: `register_prefix`
+    after a prompt was computed, `join_prefix` for a new one. Not thread-safe.
+
+    Args:
+        max_seq_len: most tokens in one sequence.
+        page_size: tokens a page.
+        num_layers: layers that store keys and values.
+        num_heads: query heads; only the default of `num_kv_heads`.
+        head_dim: channels a head.
+        dtype: of keys and values: float32, bfloat16, float16 (float64 for tests).
+        num_kv_heads: heads of keys and values, default `num_heads`.
+        num_pages: pages a layer, default enough for one sequence of `max_seq_len`.
+        window: left window: how many earlier keys a query sees, itself not counted. None (all), one int for
+            every layer, or one entry a layer. A Hugging Face `sliding_window=W` is W - 1 here.
+        device: of the pool.
+
+    Raises:
+        ValueError, TypeError: an argument out of range or of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        page_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        num_kv_heads: int | None = None,
+        num_pages: int | None = None,
+        window: int | Sequence[int | None] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.max_seq_len = check_count("max_seq_len", max_seq_len)
+        self.page_size = check_count("page_size", page_size)
+        self.num_layers = check_count("num_layers", num_layers)
+        self.num_heads = check_count("num_heads", num_heads)
+        self.head_dim = check_count("head_dim", head_dim)
+        self.num_kv_heads = (
+            self.num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        max_blocks = -(-self.max_seq_len // self.page_size)
+        self.num_pages = max_blocks if num_pages is None else check_count("num_pages", num_pages)
+        self.dtype = check_dtype(dtype)
+        self.windows = layer_windows(window, self.num_layers)
+        groups: dict[int | None, LayerGroup] = {}
+        for layer, layer_window in enumerate(self.windows):
+            group = groups.get(layer_window)
+            if group is None:
+                group = LayerGroup(len(groups), layer_window, self.num_pages, max_blocks, self.page_size)
+                groups[layer_window] = group
+            group.layers.append(layer)
+        self._layer_groups = tuple(groups[layer_window].index for layer_window in self.windows)
+        self._book = PageBook(list(groups.values()), self.page_size, self.max_seq_len)
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
+        with torch.inference_mode(False):
+            self._pages = [
+                (
+                    torch.empty(shape, dtype=dtype, device=device),
+                    torch.empty(shape, dtype=dtype, device=device),
+                )
+                for _ in range(self.num_layers)
+            ]
+        self.device = self._pages[0][0].device
+        self._steps = StepBuilder(self._book, self._layer_groups, self.device)
+        self._registered_layers = 0
+        self._newest: CacheStep | None = None
+        self._shared_step: CacheStep | None = None
+        self._served_layers: set[int] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCacheManager(max_seq_len={self.max_seq_len}, page_size={self.page_size}, "
+            f"num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"dtype={self.dtype}, num_pages={self.num_pages}, sequences={self.batch_size})"
+        )
+
+    # Sequences
+
+    @property
+    def batch_size(self) -> int:
+        """Open sequences."""
+        return len(self._book.rows)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each open sequence."""
+        return tuple(row.length for row in self._book.rows)
+
+    def begin(self, batch_size: int) -> None:
+        """Opens `batch_size` empty sequences; those that were open are closed. Registered prefixes stay."""
+        count = check_count("batch_size", batch_size, least=0)
+        self._changed()
+        self._book.open(count)
+
+    def reset(self) -> None:
+        """Closes all sequences and forgets all registered prefixes."""
+        self.begin(0)
+        for group in self._book.groups:
+            for page in list(group.pool.node_of):
+                group.pool.unregister(page)
+        self._book.prefixes.clear()
+
+    def join(self, count: int = 1) -> list[int]:
+        """Opens `count` empty sequences after those that are open; returns their rows."""
+        count = check_count("count", count)
+        self._changed()
+        begin = self.batch_size
+        self._book.append_rows([CachedSequence(len(self._book.groups)) for _ in range(count)])
+        return list(range(begin, begin + count))
+
+    def leave(self, rows: int | Sequence[int]) -> None:
+        """Closes `rows` and releases their pages; later rows move down."""
+        gone = set(as_rows("rows", rows, self.batch_size))
+        self._changed()
+        self._book.arrange([index for index in range(self.batch_size) if index not in gone])
+
+    def fork(self, row: int, count: int = 1) -> list[int]:
+        """Opens `count` sequences with the content of `row`, sharing its pages; returns their rows.
+
+        Only a last page that is not full is ever copied, when one of those that share it is written to.
+        """
+        (row,) = as_rows("row", row, self.batch_size)
+        count = check_count("count", count)
+        self._changed()
+        begin = self.batch_size
+        self._book.append_rows([self._book.share(self._book.rows[row]) for _ in range(count)])
+        return list(range(begin, begin + count))
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was: a beam search step. Rows may repeat or be left out."""
+        order = as_rows("rows", rows, self.batch_size, unique=False)
+        self._changed()
+        self._book.arrange(order)
+
+    def crop(self, keep: int | Sequence[int], rows: int | Sequence[int] | None = None) -> None:
+        """Keeps at most the first `keep` tokens of `rows` (default all; one number, or one a row).
+
+        Raises:
+            ValueError: `keep` is negative, or a window has already let go of keys that position `keep` would
+                need; the message says how far back the row can go. Nothing is changed.
+        """
+        indices = as_rows("rows", range(self.batch_size) if rows is None else rows, self.batch_size)
+        targets = as_lengths("keep", keep, len(indices))
+        self._crop(
+            indices, [min(k, self._book.rows[i].length) for i, k in zip(indices, targets, strict=True)]
+        )
+
+    def drop(self, tokens: int | Sequence[int], rows: int | Sequence[int] | None = None) -> None:
+        """Removes the last `tokens` tokens of `rows`, or all where there are fewer. Raises as `crop` does."""
+        indices = as_rows("rows", range(self.batch_size) if rows is None else rows, self.batch_size)
+        counts = as_lengths("tokens", tokens, len(indices))
+        self._crop(
+            indices, [max(0, self._book.rows[i].length - n) for i, n in zip(indices, counts, strict=True)]
+        )
+
+    def _crop(self, indices: Sequence[int], targets: Sequence[int]) -> None:
+        for index, target in zip(indices, targets, strict=True):
+            row = self._book.rows[index]
+            floor = self._book.first_length(row)
+            if target < row.length and 0 < target < floor:
+                raise ValueError(
+                    f"row {index} has {row.length} tokens and cannot go back to {target}: its window let "
+                    f"go of keys that position {target} needs; lengths {floor} to {row.length}, or 0, are possible"
+                )
+        self._changed()
+        for index, target in zip(indices, targets, strict=True):
+            if target < self._book.rows[index].length:
+                self._book.crop(index, target)
+
+    # Steps
+
+    def _changed(self) -> None:
+        self._newest = self._shared_step = None
+
+    def step(self, query_lengths: int | Sequence[int]) -> CacheStep:
+        """Reserves pages for one step of all rows and advances their lengths.
+
+        Args:
+            query_lengths: new tokens of each row (0 is allowed), or one number for all rows.
+
+        Raises:
+            ValueError: not one length a row, a negative one, or a row would pass `max_seq_len`.
+            OutOfPagesError: the pool is too small. In both cases the cache is unchanged.
+        """
+        rows = self._book.rows
+        lengths = as_lengths("query_lengths", query_lengths, len(rows))
+        quiet = True
+        for row, count in zip(rows, lengths, strict=True):
+            if row.length + count > row.quiet_until:
+                quiet = False
+        past = tuple([row.length for row in rows])
+        if quiet:
+            for row, count in zip(rows, lengths, strict=True):
+                row.length += count
+        else:
+            for index, (row, count) in enumerate(zip(rows, lengths, strict=True)):
+                if row.length + count > self.max_seq_len:
+                    raise ValueError(
+                        f"row {index} holds {row.length} tokens and cannot take {count} more: "
+                        f"positions go up to max_seq_len={self.max_seq_len}"
+                    )
+            self._copy_pages(self._book.reserve(lengths))
+        step = self._steps.build(past, lengths)
+        self._newest = step
+        self._shared_step = None
+        return step
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        with torch.no_grad():
+            for group, source, destination in copies:
+                for layer in self._book.groups[group].layers:
+                    for pages in self._pages[layer]:
+                        pages[destination].copy_(pages[source])
+
+    def rollback(self, step: CacheStep) -> None:
+        """Undoes `step`: its tokens are gone, its pages released. Only the newest step of an unchanged cache
+        can go.
+
+        Raises:
+            ValueError: `step` is not the newest, or the cache was changed after it.
+        """
+        if step is not self._newest:
+            raise ValueError("step is not the newest one of this cache, or the cache was changed after it")
+        self._changed()
+        for index, length in enumerate(step.past_lengths):
+            if length < self._book.rows[index].length:
+                self._book.crop(index, length)
+
+    def register_layer(self) -> int:
+        """The next free layer index, for layers that are not given one."""
+        if self._registered_layers >= self.num_layers:
+            raise ValueError(
+                f"num_layers={self.num_layers} layers have already been registered with this cache"
+            )
+        self._registered_layers += 1
+        return self._registered_layers - 1
+
+    def layer_step(self, layer_idx: int, query_lengths: int | Sequence[int]) -> CacheStep:
+        """The step of a layer that is called by itself, without a model that opens one.
+
+        The first layer to ask opens the step (and sequences, one a row, when none are open); the others
+        share it until one asks a second time, which begins the next step.
+        """
+        self._check_layer(layer_idx)
+        step = self._shared_step
+        if step is None or layer_idx in self._served_layers:
+            if not self.batch_size and not isinstance(query_lengths, int):
+                self.begin(len(query_lengths))
+            step = self.step(query_lengths)
+            self._shared_step = step
+            self._served_layers = set()
+        elif as_lengths("query_lengths", query_lengths, self.batch_size) != step.query_lengths:
+            raise ValueError(
+                f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}"
+            )
+        self._served_layers.add(layer_idx)
+        return step
+
+    # Keys and values
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self.num_layers:
+            raise ValueError(f"layer_idx is {layer_idx}, the cache has layers 0 to {self.num_layers - 1}")
+
+    def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Key and value pages of a layer: (num_pages, num_kv_heads, page_size, head_dim). Unwritten slots
+        hold anything.
+        """
+        self._check_layer(layer_idx)
+        return self._pages[layer_idx]
+
+    def append(self, step: CacheStep, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Writes the keys and values of `step`, (total, num_kv_heads, head_dim), into the pages of
+        `layer_idx`.
+
+        Raises:
+            ValueError: wrong shape, dtype or device, or a layer that the cache does not have.
+        """
+        self._check_layer(layer_idx)
+        slots = step.slots(layer_idx)
+        shape = (slots.shape[0], self.num_kv_heads, self.head_dim)
+        check_appended("k", k, shape, self.dtype, self.device)
+        check_appended("v", v, shape, self.dtype, self.device)
+        k_pages, v_pages = self._pages[layer_idx]
+        page, offset = slots // self.page_size, slots % self.page_size
+        with torch.no_grad():
+            k_pages[page, :, offset] = k.detach()
+            v_pages[page, :, offset] = v.detach()
+
+    def gather(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a row as dense (num_kv_heads, tokens, head_dim) copies; in a windowed layer, of
+        what is kept.
+
+        The last token is always the row's newest; only written slots are read.
+        """
+        self._check_layer(layer_idx)
+        (row,) = as_rows("row", row, self.batch_size)
+        group = self._layer_groups[layer_idx]
+        sequence = self._book.rows[row]
+        first = sequence.evicted[group]
+        held = torch.tensor(sequence.pages[group][first:], dtype=torch.int64, device=self.device)
+        length = sequence.length - first * self.page_size
+
+        def dense(pages: Tensor) -> Tensor:
+            blocks = pages.index_select(0, held).transpose(0, 1)
+            return blocks.reshape(self.num_kv_heads, -1, self.head_dim)[:, :length]
+
+        k_pages, v_pages = self._pages[layer_idx]
+        return dense(k_pages), dense(v_pages)
+
+    def memory_stats(self) -> CacheStats:
+        """What is reserved, used, shared and wasted now."""
+        page_bytes = 2 * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        return measure(self._book, page_bytes)

@@ -1,0 +1,124 @@
+"""CacheStep: what every layer must know about one step of the model over a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .book import PageBook
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """The new tokens of one model step, packed row after row, and where they go.
+
+    A step is made by `KVCacheManager.step` and read by all layers. The block tables are the cache's own
+    memory: they stay right until the cache is changed again (another step, crop, fork, leave, reorder).
+
+    Attributes:
+        query_lengths: new tokens of each row.
+        past_lengths: tokens that each row held before the step.
+        cu_seqlens_q: int32 (batch + 1,), where each row begins in the packed tokens.
+        kv_lengths: int32 (batch,), tokens of each row with the new ones.
+        positions: int64 (total,), absolute position of each packed token.
+        max_query_length: largest of `query_lengths`.
+        max_kv_length: largest of `kv_lengths`.
+    """
+
+    query_lengths: tuple[int, ...]
+    past_lengths: tuple[int, ...]
+    cu_seqlens_q: Tensor
+    kv_lengths: Tensor
+    positions: Tensor
+    max_query_length: int
+    max_kv_length: int
+    group_slots: tuple[Tensor, ...]
+    group_tables: tuple[Tensor, ...]
+    layer_groups: tuple[int, ...]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.query_lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    def slots(self, layer_idx: int) -> Tensor:
+        """int64 (total,): page * page_size + offset of each packed token in the pages of `layer_idx`."""
+        return self.group_slots[self.layer_groups[layer_idx]]
+
+    def block_table(self, layer_idx: int) -> Tensor:
+        """int32 (batch, max_blocks), contiguous: page of each block of page_size positions, -1 for none."""
+        return self.group_tables[self.layer_groups[layer_idx]]
+
+
+class StepBuilder:
+    """Makes the tensors of a step from the book of pages; one token a row, the decode step, has a short
+    way.
+    """
+
+    def __init__(self, book: PageBook, layer_groups: tuple[int, ...], device: torch.device) -> None:
+        self._book = book
+        self._layer_groups = layer_groups
+        self._device = device
+        self._decode_boundaries: dict[int, Tensor] = {}
+
+    def build(self, past: tuple[int, ...], lengths: tuple[int, ...]) -> CacheStep:
+        """The step that brought rows of `past` tokens `lengths` more; their pages are already in the book."""
+        batch = len(past)
+        if lengths.count(1) == batch:
+            cu_seqlens, positions, slots = self._one_token_each(past)
+        else:
+            cu_seqlens, positions, slots = self._ragged(past, lengths)
+        total = [a + b for a, b in zip(past, lengths, strict=True)]
+        kv_lengths = torch.tensor(total, dtype=torch.int32)
+        tables = [group.table.view(batch) for group in self._book.groups]
+        if self._device.type != "cpu":
+            cu_seqlens, positions, kv_lengths, *rest = (
+                part.to(self._device) for part in (cu_seqlens, positions, kv_lengths, *slots, *tables)
+            )
+            slots, tables = rest[: len(slots)], rest[len(slots) :]
+        return CacheStep(
+            query_lengths=lengths,
+            past_lengths=past,
+            cu_seqlens_q=cu_seqlens,
+            kv_lengths=kv_lengths,
+            positions=positions,
+            max_query_length=max(lengths, default=0),
+            max_kv_length=max(total, default=0),
+            group_slots=tuple(slots),
+            group_tables=tuple(tables),
+            layer_groups=self._layer_groups,
+        )
+
+    def _one_token_each(self, past: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        size = self._book.page_size
+        batch = len(past)
+        cu_seqlens = self._decode_boundaries.get(batch)
+        if cu_seqlens is None:
+            cu_seqlens = self._decode_boundaries[batch] = torch.arange(batch + 1, dtype=torch.int32)
+        slots = []
+        for index in range(len(self._book.groups)):
+            taken = [
+                row.pages[index][length // size] * size + length % size
+                for row, length in zip(self._book.rows, past, strict=True)
+            ]
+            slots.append(torch.tensor(taken, dtype=torch.int64))
+        return cu_seqlens, torch.tensor(past, dtype=torch.int64), slots
+
+    def _ragged(self, past: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        size = self._book.page_size
+        boundaries = np.zeros(len(past) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=boundaries[1:])
+        row_of = np.repeat(np.arange(len(past)), lengths)
+        shift = np.array(past, dtype=np.int64) - boundaries[:-1]
+        where = np.arange(boundaries[-1], dtype=np.int64) + np.repeat(shift, lengths)
+        slots = []
+        for group in self._book.groups:
+            pages = group.table.array[row_of, where // size].astype(np.int64)
+            slots.append(torch.from_numpy(pages * size + where % size))
+        return torch.from_numpy(boundaries), torch.from_numpy(where), slots
