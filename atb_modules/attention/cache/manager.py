@@ -202,7 +202,8 @@ class KVCacheManager(PrefixSharing):
             if target < row.length and 0 < target < floor:
                 raise ValueError(
                     f"row {index} has {row.length} tokens and cannot go back to {target}: its window let "
-                    f"go of keys that position {target} needs; lengths {floor} to {row.length}, or 0, are possible"
+                    f"go of keys that position {target} needs; "
+                    f"lengths {floor} to {row.length}, or 0, are possible"
                 )
         self._changed()
         for index, target in zip(indices, targets, strict=True):
