@@ -1,0 +1,39 @@
+// Gated activations: act(gate) * up over rows.
+#include "table.h"
+#include "threads.h"
+
+namespace ATB_ISA {
+
+template <class T, int KIND> static void run(const atb_gated_args *a) {
+  share_items(a->threads, a->rows, a->rows * a->width * 4, [&](int64_t row) {
+    const T *gate = (const T *)a->gate + row * a->gate_stride, *up = (const T *)a->up + row * a->up_stride;
+    T *out = (T *)a->out + row * a->width;
+    int64_t i = 0;
+    // The plain sequence rounds the activation to T before the product; doing the same keeps the results equal.
+    for (; i + W <= a->width; i += W) store(out + i, round_to<T>(activate<KIND>(load(gate + i))) * load(up + i));
+    if (i < a->width) {
+      const int64_t n = a->width - i;
+      store_part(out + i, round_to<T>(activate<KIND>(load_part(gate + i, n))) * load_part(up + i, n), n);
+    }
+  });
+}
+
+template <class T> static void run_kind(const atb_gated_args *a) {
+  switch (a->kind) {
+  case ATB_SILU: return run<T, ATB_SILU>(a);
+  case ATB_GELU: return run<T, ATB_GELU>(a);
+  case ATB_GELU_TANH: return run<T, ATB_GELU_TANH>(a);
+  default: return run<T, ATB_RELU2>(a);
+  }
+}
+
+void gated(const atb_gated_args *a) {
+  if (a->dtype == ATB_BF16)
+    run_kind<bf16>(a);
+  else if (a->dtype == ATB_F16)
+    run_kind<f16>(a);
+  else
+    run_kind<float>(a);
+}
+
+} // namespace ATB_ISA
