@@ -198,8 +198,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=2000,
+    stateful_step_count=20,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
