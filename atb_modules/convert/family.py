@@ -1,0 +1,143 @@
+"""Family: what the converter must know of one model family. The canonical names of weights are drawn here.
+
+Canonical names are what our model's state dict accepts (projections unfused)::
+
+    embed.weight  norm.weight  lm_head.weight
+    layers.{i}.attention.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}
+    layers.{i}.attention.{q_norm,k_norm}.weight
+    layers.{i}.feed_forward.{gate_proj,up_proj,down_proj}.{weight,bias}
+    layers.{i}.{attention_norm,feed_forward_norm}.weight            before a block
+    layers.{i}.{attention_post_norm,feed_forward_post_norm}.weight  after a block (sandwich)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from atb_modules.models.config import ModelConfig
+
+from .source import ConfigSource
+
+HF_MODEL = {"embed": "embed_tokens", "norm": "norm"}
+HF_LAYER = {
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.gate_proj": "mlp.gate_proj",
+    "feed_forward.up_proj": "mlp.up_proj",
+    "feed_forward.down_proj": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
+GGUF_MODEL = {"embed": "token_embd", "norm": "output_norm", "lm_head": "output"}
+GGUF_LAYER = {
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "attention_norm": "attn_norm",
+    "feed_forward_norm": "ffn_norm",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of checkpoints.
+
+    Args:
+        name: as `ModelConfig.family`.
+        model_types: `model_type` words of config.json that it reads.
+        config: ModelConfig from a config.json.
+        gguf_architectures: `general.architecture` words of GGUF files that it reads.
+        gguf_config: ModelConfig from the metadata of a GGUF.
+        hf_layer, gguf_layer: foreign names of the parts of a layer.
+        gguf_permuted: GGUF files hold q and k for the interleaved rotary layout.
+        gguf_norm_offset: what GGUF files have added to every norm weight.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    config: Callable[[ConfigSource], ModelConfig]
+    gguf_architectures: tuple[str, ...]
+    gguf_config: Callable[[ConfigSource, str], ModelConfig]
+    hf_layer: Mapping[str, str] = field(default_factory=lambda: HF_LAYER)
+    gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
+    gguf_permuted: bool = False
+    gguf_norm_offset: float = 0.0
+
+
+def canonical_names(config: ModelConfig) -> list[str]:
+    """Every weight of the model in canonical names; the head only where it is not tied."""
+    names = ["embed.weight"]
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}."
+        names.append(prefix + "attention_norm.weight")
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            names.append(f"{prefix}attention.{part}.weight")
+            if config.output_bias if part == "o_proj" else config.qkv_bias:
+                names.append(f"{prefix}attention.{part}.bias")
+        if config.qk_norm:
+            names += [f"{prefix}attention.q_norm.weight", f"{prefix}attention.k_norm.weight"]
+        if config.norm_placement == "sandwich":
+            names.append(prefix + "attention_post_norm.weight")
+        names.append(prefix + "feed_forward_norm.weight")
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            names.append(f"{prefix}feed_forward.{part}.weight")
+            if config.mlp_bias:
+                names.append(f"{prefix}feed_forward.{part}.bias")
+        if config.norm_placement == "sandwich":
+            names.append(prefix + "feed_forward_post_norm.weight")
+    names.append("norm.weight")
+    if not config.tie_word_embeddings:
+        names.append("lm_head.weight")
+    return names
+
+
+def canonical_shape(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """Shape of a weight by its canonical name."""
+    part, kind = name.rsplit(".", 1)
+    part = part.rsplit(".", 1)[-1]
+    hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    shapes = {
+        "embed": (config.vocab_size, hidden),
+        "lm_head": (config.vocab_size, hidden),
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, q),
+        "q_norm": (head,),
+        "k_norm": (head,),
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+    }
+    shape: tuple[int, ...] = shapes.get(part, (hidden,))
+    return shape[:1] if kind == "bias" else shape
+
+
+def hf_name(family: Family, name: str) -> str:
+    """A canonical name in the names of transformers' model of the family."""
+    return _foreign(name, "model.", {**HF_MODEL, "lm_head": "lm_head"}, "model.layers.", family.hf_layer)
+
+
+def gguf_name(family: Family, name: str) -> str:
+    """A canonical name in the names of a GGUF."""
+    return _foreign(name, "", GGUF_MODEL, "blk.", family.gguf_layer)
+
+
+def _foreign(name: str, prefix: str, model: Mapping[str, str], layers: str, layer: Mapping[str, str]) -> str:
+    part, kind = name.rsplit(".", 1)
+    if part.startswith("layers."):
+        _, index, part = part.split(".", 2)
+        return f"{layers}{index}.{layer[part]}.{kind}"
+    return f"{'' if part == 'lm_head' else prefix}{model[part]}.{kind}"

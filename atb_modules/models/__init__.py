@@ -1,0 +1,1 @@
+"""Decoder-only models made of our modules, and the functions that load them."""
