@@ -1,0 +1,46 @@
+"""Attention: the functional ops, the module, rotary embeddings, and the caches."""
+
+from atb_modules.attention.cache import CacheStep, KVCacheManager, OutOfPagesError
+from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes
+from atb_modules.attention.functional import (
+    attention,
+    cache_append,
+    explain_attention,
+    paged_attention,
+    rotary_append,
+)
+from atb_modules.attention.module import Attention
+from atb_modules.attention.qkv import QKVLayout, convert_qkv_weight, split_qkv
+from atb_modules.attention.rope import (
+    RotaryConfig,
+    RotaryEmbedding,
+    RotaryLayout,
+    convert_rotary_weight,
+    rotary,
+)
+from atb_modules.attention.rope_scaling import RopeScalingKind, RotaryScaling
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "CacheStep",
+    "KVCacheManager",
+    "OutOfPagesError",
+    "QKNormOrder",
+    "QKVLayout",
+    "RopeScalingKind",
+    "RotaryConfig",
+    "RotaryEmbedding",
+    "RotaryLayout",
+    "RotaryScaling",
+    "alibi_slopes",
+    "attention",
+    "cache_append",
+    "convert_qkv_weight",
+    "convert_rotary_weight",
+    "explain_attention",
+    "paged_attention",
+    "rotary",
+    "rotary_append",
+    "split_qkv",
+]

@@ -1,0 +1,68 @@
+"""Padding: from a user's attention_mask to what the ops take, and between padded and packed tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expand_mask(attention_mask: Tensor | None, batch: int, kv_len: int) -> Tensor | None:
+    """A mask that broadcasts to (batch, heads, q_len, kv_len): bool True = may attend, floating = added.
+
+    A padding mask is (batch, kv_len) of bool or integers, 1 = real; (batch, q_len, kv_len) and four axes are passed on.
+    A padding mask without padding becomes None, so that kernels without a mask can serve the call.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 2:
+        if tuple(attention_mask.shape) != (batch, kv_len):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; a padding mask is ({batch}, {kv_len})"
+            )
+        real = _as_bool(attention_mask)
+        if not torch.compiler.is_compiling() and real.device.type == "cpu" and bool(real.all()):
+            return None
+        return real[:, None, None, :]
+    if attention_mask.dim() not in (3, 4):
+        raise ValueError(
+            f"attention_mask has {attention_mask.dim()} axes; allowed: (batch, kv_len), (batch, q_len, kv_len) or "
+            "(batch, heads, q_len, kv_len)"
+        )
+    if not attention_mask.dtype.is_floating_point:
+        attention_mask = _as_bool(attention_mask)
+    return attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
+
+
+def pack_padded(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int], Tensor]:
+    """Real tokens of (batch, seq, hidden), one row after the other.
+
+    Returns the packed (tokens, hidden), the real tokens of each row, and the bool (batch, seq) of real positions.
+    """
+    batch, length = hidden_states.shape[:2]
+    if attention_mask is None:
+        real = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
+        return hidden_states.reshape(batch * length, -1), [length] * batch, real
+    if tuple(attention_mask.shape) != (batch, length):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; with a cache it is ({batch}, {length}), "
+            "the real ones of the new tokens"
+        )
+    real = _as_bool(attention_mask)
+    return hidden_states[real], real.sum(dim=1).tolist(), real
+
+
+def unpack_padded(packed: Tensor, real: Tensor) -> Tensor:
+    """The inverse of ``pack_padded``; positions that are not real become 0."""
+    if packed.shape[0] == real.numel():
+        return packed.reshape(*real.shape, packed.shape[-1])
+    padded = packed.new_zeros(*real.shape, packed.shape[-1])
+    padded[real] = packed
+    return padded
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype.is_floating_point:
+        raise TypeError(f"attention_mask is {mask.dtype} with two axes; a padding mask is bool or integer 0/1")
+    return mask != 0

@@ -1,0 +1,384 @@
+"""Attention: project, normalise and rotate queries and keys, append to the cache, attend, project back.
+
+Letters in shapes: B rows of the batch, L tokens a row, T packed tokens of all rows, S tokens of the other sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules.attention.cache import CacheStep, KVCacheManager
+from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes
+from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
+from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
+from atb_modules.attention.qkv import ForeignQKV, FusedQKV, QKVLayout, SeparateQKV
+from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
+from atb_modules.linear import Linear
+from atb_modules.norm import build_norm
+from atb_modules.strategies import attention_strategy_of
+
+RotaryTables = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped or multi-query attention over itself (``cross=False``) or another sequence.
+
+    Args:
+        hidden_size: channels of the input and the output.
+        num_heads: query heads.
+        head_dim: channels a head; default hidden_size / num_heads.
+        num_kv_heads: key and value heads; default num_heads.
+        attention_type: "flash" (the registry chooses), "sdpa", "eager" or "reference".
+        cross: attend to another sequence, given as ``key_value_states`` at each call.
+        kv_hidden_size: channels of that sequence; default hidden_size.
+        rotary: a ``RotaryConfig`` for rotary positions, None for none.
+        config: an ``AttentionConfig``.
+        layer_idx: this layer's number in a cache.
+
+    Self attention stores ``qkv.qkv_proj`` (a state dict with q_proj, k_proj, v_proj loads too), cross attention
+    ``qkv.q_proj``, ``qkv.k_proj`` and ``qkv.v_proj``. Weights start as in ``Linear``, sinks at 0.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        attention_type: str = "flash",
+        cross: bool = False,
+        kv_hidden_size: int | None = None,
+        rotary: RotaryConfig | None = None,
+        config: AttentionConfig | None = None,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _checked_head_dim(hidden_size, num_heads, head_dim, num_kv_heads)
+        config = config if config is not None else AttentionConfig()
+        if kv_hidden_size is not None and not cross:
+            raise ValueError(f"kv_hidden_size is {kv_hidden_size}; self attention (cross=False) allows None")
+        options = {"strategy": config.linear_strategy, "device": device, "dtype": dtype}
+        if cross:
+            width = hidden_size if kv_hidden_size is None else kv_hidden_size
+            q_proj = Linear(hidden_size, num_heads * head_dim, config.qkv_bias, **options)
+            k_proj = Linear(width, num_kv_heads * head_dim, config.qkv_bias, **options)
+            v_proj = Linear(width, num_kv_heads * head_dim, config.qkv_bias, **options)
+            qkv: nn.Module = SeparateQKV(q_proj, k_proj, v_proj, num_heads, num_kv_heads)
+        else:
+            qkv = FusedQKV(hidden_size, num_heads, num_kv_heads, head_dim, bias=config.qkv_bias, **options)
+        o_proj = Linear(num_heads * head_dim, hidden_size, config.out_bias, **options)
+        self._assemble(
+            qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
+        )
+        self.layer_idx = layer_idx
+        self._build_extras(device, dtype)
+
+    def _assemble(
+        self, qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
+    ) -> None:
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        self.head_dim, self.cross, self.config = head_dim, cross, config
+        self.strategy = attention_strategy_of(attention_type)
+        self.spec = config.spec(causal=not cross)
+        self.qkv, self.o_proj = qkv, o_proj
+        self.rotary = None if rotary is None else RotaryEmbedding(head_dim, rotary)
+        self.alibi_slopes = alibi_slopes(num_heads) if config.alibi else None
+
+    def _build_extras(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        self.q_norm = self.k_norm = None
+        if self.config.qk_norm is not None:
+            kind, options = self.config.qk_norm_type, self.config.qk_norm_config
+            self.q_norm = build_norm(kind, self.head_dim, options, device, dtype)
+            self.k_norm = build_norm(kind, self.head_dim, options, device, dtype)
+        self.sinks = None
+        if self.config.sinks:
+            self.sinks = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
+
+    @classmethod
+    def from_projections(
+        cls,
+        q_proj: nn.Module | None = None,
+        k_proj: nn.Module | None = None,
+        v_proj: nn.Module | None = None,
+        o_proj: nn.Module | None = None,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        qkv_proj: nn.Module | None = None,
+        qkv_layout: QKVLayout | str = QKVLayout.QKV,
+        attention_type: str = "flash",
+        cross: bool = False,
+        rotary: RotaryConfig | None = None,
+        config: AttentionConfig | None = None,
+        layer_idx: int | None = None,
+    ) -> Attention:
+        """Attention over a user's own projections, whose modules and parameters are taken as they are.
+
+        Give q_proj, k_proj and v_proj, or one fused qkv_proj with its ``qkv_layout``; o_proj None leaves the heads
+        merged. Biases, hooks and wrappers (LoRA) of the modules stay in force. Sizes are read from
+        ``out_features`` (or the weight).
+        """
+        separate = (q_proj, k_proj, v_proj)
+        if (qkv_proj is None) == all(proj is None for proj in separate) or (
+            qkv_proj is None and any(proj is None for proj in separate)
+        ):
+            raise ValueError("give either q_proj, k_proj and v_proj, or qkv_proj alone")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        total = _out_features(qkv_proj if qkv_proj is not None else q_proj)
+        heads = num_heads + 2 * num_kv_heads if qkv_proj is not None else num_heads
+        if total % heads:
+            raise ValueError(f"the projection has {total} output channels, which {heads} heads do not divide")
+        head_dim = total // heads
+        if qkv_proj is not None:
+            qkv: nn.Module = ForeignQKV(qkv_proj, qkv_layout, num_heads, num_kv_heads, head_dim)
+        else:
+            for name, proj in (("k_proj", k_proj), ("v_proj", v_proj)):
+                if _out_features(proj) != num_kv_heads * head_dim:
+                    raise ValueError(
+                        f"{name} has {_out_features(proj)} output channels; {num_kv_heads} kv heads of {head_dim} "
+                        f"make {num_kv_heads * head_dim}"
+                    )
+            qkv = SeparateQKV(q_proj, k_proj, v_proj, num_heads, num_kv_heads)
+        if cross and qkv_proj is not None:
+            raise ValueError("cross is True; cross attention needs q_proj, k_proj and v_proj, not qkv_proj")
+        hidden_size = num_heads * head_dim if o_proj is None else _out_features(o_proj)
+        config = config if config is not None else AttentionConfig()
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        o_proj = nn.Identity() if o_proj is None else o_proj
+        self._assemble(
+            qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
+        )
+        self.layer_idx = layer_idx
+        parameter = next(qkv.parameters(), None)
+        self._build_extras(*((parameter.device, parameter.dtype) if parameter is not None else (None, None)))
+        return self
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        key_value_states: Tensor | tuple[Tensor, Tensor] | None = None,
+        kv_cache: KVCacheManager | None = None,
+        cache_step: CacheStep | None = None,
+        rotary_tables: RotaryTables | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: (B, L, hidden_size), or packed (T, hidden_size) together with ``cache_step``.
+            attention_mask: (B, S) padding mask of bool or 0/1, 1 = real; or bool / additive, broadcasting to
+                (B, num_heads, L, S). With a cache, (B, L) alone: which of the new tokens are real.
+            position_ids: integers (B, L), (L,) or packed (T,); default counts up from 0, or from the cache's length.
+            key_value_states: for cross attention, (B, S, kv_hidden_size), or the pair that ``project_keys_values``
+                returned for it.
+            kv_cache: append to this cache and attend to all of it. Such a call is not differentiable.
+            cache_step: the step all layers share; None lets this layer open its own.
+            rotary_tables: cos and sin, where the model computed them once for all layers.
+
+        Returns:
+            The shape of hidden_states; padded positions of a cached call are 0.
+        """
+        if self.cross:
+            if key_value_states is None:
+                raise ValueError("key_value_states is None; cross attention needs the other sequence")
+            if kv_cache is not None:
+                raise ValueError("kv_cache is given; cross attention keeps no cache, pass project_keys_values' pair")
+            return self._attend_across(hidden_states, attention_mask, key_value_states)
+        if key_value_states is not None:
+            raise ValueError("key_value_states is given; self attention (cross=False) allows None")
+        if kv_cache is not None:
+            with torch.no_grad():
+                return self._attend_cached(
+                    hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables
+                )
+        if cache_step is not None:
+            raise ValueError("cache_step is given without kv_cache")
+        return self._attend(hidden_states, attention_mask, position_ids, rotary_tables)
+
+    def project_keys_values(self, key_value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the other sequence, to be computed once and passed to many calls: (B, S, kv_heads, D)."""
+        if not self.cross:
+            raise ValueError("cross is False; only cross attention projects another sequence")
+        k, v = self.qkv.keys_values(key_value_states)
+        return (k if self.k_norm is None else self.k_norm(k)), v
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        rotary_tables: RotaryTables | None,
+    ) -> Tensor:
+        if hidden_states.dim() != 3:
+            raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; allowed: (batch, seq, hidden)")
+        length = hidden_states.shape[1]
+        q, k, v = self.qkv(hidden_states)
+        if self.rotary is not None and rotary_tables is None:
+            if position_ids is None:
+                position_ids = torch.arange(length, device=hidden_states.device)
+            rotary_tables = self.rotary(position_ids, length if self.rotary.depends_on_length else None)
+        q, k = self._position(q, k, rotary_tables)
+        mask = expand_mask(attention_mask, hidden_states.shape[0], length)
+        return self._merge(q, k, v, mask)
+
+    def _attend_across(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | tuple[Tensor, Tensor],
+    ) -> Tensor:
+        q = self.qkv.queries(hidden_states)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if isinstance(key_value_states, Tensor):
+            key_value_states = self.project_keys_values(key_value_states)
+        k, v = key_value_states
+        mask = expand_mask(attention_mask, hidden_states.shape[0], k.shape[1])
+        return self._merge(q, k, v, mask)
+
+    def _attend_cached(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        kv_cache: KVCacheManager,
+        step: CacheStep | None,
+        rotary_tables: RotaryTables | None,
+    ) -> Tensor:
+        layer_idx = self._cache_index(kv_cache)
+        padded = hidden_states.dim() == 3
+        if padded:
+            hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
+            if position_ids is not None:
+                shape = (real.shape[0], real.shape[1])
+                position_ids = position_ids.expand(shape)[real]
+            if step is None:
+                step = kv_cache.layer_step(layer_idx, lengths)
+        elif step is None:
+            raise ValueError("hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)")
+        out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
+        return unpack_padded(out, real) if padded else out
+
+    def _attend_step(
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor | None,
+        kv_cache: KVCacheManager,
+        step: CacheStep,
+        layer_idx: int,
+        rotary_tables: RotaryTables | None,
+    ) -> Tensor:
+        q, k, v = self.qkv(hidden_states)
+        k_pages, v_pages = kv_cache.pages(layer_idx)
+        slots = step.slots(layer_idx)
+        config = self.config
+        rotate_late = config.qk_norm is QKNormOrder.AFTER_ROTARY
+        if self.q_norm is not None and not rotate_late:
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif not isinstance(self.qkv, FusedQKV):
+            q = q.clone()  # it is rotated in place below, and a user's projection may hand out its own memory
+        if self.rotary is None:
+            if rotate_late:
+                q, k = self.q_norm(q), self.k_norm(k)
+            cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy)
+        else:
+            if rotary_tables is None:
+                positions = step.positions if position_ids is None else position_ids
+                rotary_tables = self.rotary(positions, step.max_kv_length)
+            cos, sin = rotary_tables
+            if rotate_late:
+                q, k = self._position(q, k, rotary_tables)
+                cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy)
+            else:
+                interleaved = self.rotary.config.layout is RotaryLayout.INTERLEAVED
+                rotary_append(
+                    q, k, v, cos, sin, k_pages, v_pages, slots, interleaved=interleaved, strategy=config.cache_strategy
+                )
+        out, _ = paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            step.block_table(layer_idx),
+            step.kv_lengths,
+            step.cu_seqlens_q,
+            self.spec,
+            sinks=self.sinks,
+            alibi_slopes=self._slopes(q.device),
+            strategy=self.strategy,
+        )
+        return self.o_proj(out.flatten(-2))
+
+    def _position(self, q: Tensor, k: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
+        """Norm and rotation of q and k (..., tokens, heads, head_dim), in the configured order."""
+        order = self.config.qk_norm
+        if self.q_norm is not None and order is QKNormOrder.BEFORE_ROTARY:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None and tables is not None:
+            config = self.rotary.config
+            q = rotary(q, *tables, layout=config.layout, strategy=config.strategy)
+            k = rotary(k, *tables, layout=config.layout, strategy=config.strategy)
+        if self.q_norm is not None and order is QKNormOrder.AFTER_ROTARY:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k
+
+    def _merge(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out, _ = attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            self.spec,
+            mask=mask,
+            sinks=self.sinks,
+            alibi_slopes=self._slopes(q.device),
+            dropout_p=self.config.dropout if self.training else 0.0,
+            strategy=self.strategy,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+    def _slopes(self, device: torch.device) -> Tensor | None:
+        return None if self.alibi_slopes is None else torch.tensor(self.alibi_slopes, device=device)
+
+    def _cache_index(self, kv_cache: KVCacheManager) -> int:
+        if self.layer_idx is None:
+            self.layer_idx = kv_cache.register_layer()
+        return self.layer_idx
+
+    def extra_repr(self) -> str:
+        kind = "cross, " if self.cross else ""
+        return (
+            f"{kind}num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"strategy={self.strategy.value}, causal={self.spec.causal.value}, window={self.spec.window}"
+        )
+
+
+def _checked_head_dim(hidden_size: int, num_heads: int, head_dim: int | None, num_kv_heads: int) -> int:
+    for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: a divisor of num_heads {num_heads}")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise ValueError(f"num_heads is {num_heads}; it must divide hidden_size {hidden_size}, or give head_dim")
+        return hidden_size // num_heads
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim!r}; allowed: a positive int")
+    return head_dim
+
+
+def _out_features(projection: nn.Module | None) -> int:
+    features = getattr(projection, "out_features", None)
+    if features is None:
+        weight = getattr(projection, "weight", None)
+        if weight is None:
+            raise TypeError(f"{type(projection).__name__} has neither out_features nor weight; its size is unknown")
+        features = weight.shape[0]
+    return int(features)

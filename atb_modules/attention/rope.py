@@ -1,0 +1,182 @@
+"""Rotary position embeddings: configuration, the tables, the op, and the weight converter between the two layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.attention.rope_scaling import RotaryScaling, attention_factor, scaled_frequencies
+from atb_modules.kernels.registry import resolve
+from atb_modules.kernels.traits import RotaryTraits
+from atb_modules.strategies import parse_enum
+
+
+class RotaryLayout(StrEnum):
+    """Which channels form a pair: HALF (i, i + d/2), as Llama in transformers; INTERLEAVED (2i, 2i + 1), as GPT-J."""
+
+    HALF = "half"
+    INTERLEAVED = "interleaved"
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Options of rotary embeddings.
+
+    Args:
+        base: the base of the frequencies (``rope_theta``).
+        layout: a ``RotaryLayout`` or its word.
+        partial_factor: share of head_dim that is rotated, 0 < share <= 1; the first channels are.
+        scaling: a ``RotaryScaling``, or None.
+        frequency_factors: one divisor a frequency, as some checkpoints carry them in a tensor; None for none.
+        strategy: a ``RotaryStrategy`` or its word.
+    """
+
+    base: float = 10000.0
+    layout: RotaryLayout | str = RotaryLayout.HALF
+    partial_factor: float = 1.0
+    scaling: RotaryScaling | None = None
+    frequency_factors: tuple[float, ...] | None = None
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", parse_enum(RotaryLayout, self.layout, "layout"))
+        if not self.base > 1.0:
+            raise ValueError(f"base is {self.base!r}; allowed: a number greater than 1")
+        if not 0.0 < self.partial_factor <= 1.0:
+            raise ValueError(f"partial_factor is {self.partial_factor!r}; allowed: 0 < partial_factor <= 1")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Channels that are rotated."""
+        return int(head_dim * self.partial_factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cos and sin for positions. Holds no tensor: nothing to round, to save or to leave uninitialised.
+
+    Frequencies are Python floats; angles are products in float32, whatever dtype the model has.
+    """
+
+    def __init__(self, head_dim: int, config: RotaryConfig | None = None) -> None:
+        super().__init__()
+        self.config = config if config is not None else RotaryConfig()
+        self.rotary_dim = self.config.rotary_dim(head_dim)
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"head_dim is {head_dim} and partial_factor {self.config.partial_factor}: {self.rotary_dim} rotated "
+                "channels; allowed: an even number of at least 2"
+            )
+        factors = self.config.frequency_factors
+        if factors is not None and len(factors) != self.rotary_dim // 2:
+            raise ValueError(f"frequency_factors has {len(factors)} numbers; allowed: {self.rotary_dim // 2}")
+        scaling = self.config.scaling
+        self.attention_factor = attention_factor(scaling)
+        self.depends_on_length = scaling is not None and scaling.depends_on_length
+        self._frequencies = None if self.depends_on_length else self.frequencies(1)
+        if self.depends_on_length:
+            self.frequencies(1)
+
+    def frequencies(self, length: int) -> tuple[float, ...]:
+        """The frequencies for a sequence of ``length`` tokens, rotary_dim / 2 numbers."""
+        values = scaled_frequencies(self.rotary_dim, self.config.base, self.config.scaling, length)
+        factors = self.config.frequency_factors
+        if factors is not None:
+            values = [value / factor for value, factor in zip(values, factors, strict=True)]
+        return tuple(values)
+
+    def forward(self, position_ids: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position.
+
+        Args:
+            position_ids: integers of any shape.
+            length: tokens of the longest sequence; needed by dynamic NTK and LongRoPE alone, where None takes the
+                greatest position plus one (which reads it from the device).
+
+        Returns:
+            cos, sin: float32, ``position_ids.shape + (rotary_dim / 2,)``.
+        """
+        if position_ids.dtype.is_floating_point or position_ids.dtype == torch.bool:
+            raise TypeError(f"position_ids is {position_ids.dtype}; allowed: an integer dtype")
+        frequencies = self._frequencies
+        if frequencies is None:
+            if length is None:
+                length = int(position_ids.max()) + 1 if position_ids.numel() else 1
+            frequencies = self.frequencies(length)
+        inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=position_ids.device)
+        with torch.autocast(device_type=position_ids.device.type, enabled=False):
+            angles = position_ids.to(torch.float32).unsqueeze(-1) * inv_freq
+            cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return cos, sin
+
+    def extra_repr(self) -> str:
+        scaling = self.config.scaling
+        text = f"rotary_dim={self.rotary_dim}, base={self.config.base:g}, layout={self.config.layout.value}"
+        return text if scaling is None else f"{text}, scaling={scaling.kind}, factor={scaling.factor:g}"
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout | str = RotaryLayout.HALF, strategy: str = "auto"
+) -> Tensor:
+    """Rotate x by the angles of its tokens.
+
+    Args:
+        x: (..., tokens, heads, head_dim).
+        cos, sin: (..., tokens, rotary_dim / 2), float32; leading axes equal x's or broadcast to them. Channels past
+            rotary_dim pass through.
+        layout: a ``RotaryLayout`` or its word.
+    """
+    layout = parse_enum(RotaryLayout, layout, "layout")
+    if cos.shape != sin.shape:
+        raise ValueError(f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; they must be equal")
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"cos has {cos.shape[-1]} angles; x of head_dim {x.shape[-1]} allows {x.shape[-1] // 2}")
+    if cos.shape[-2] != x.shape[-3]:
+        raise ValueError(f"cos has {cos.shape[-2]} tokens; x has {x.shape[-3]}, they must be equal")
+    heads, head_dim = x.shape[-2:]
+    tokens = x.shape[:-2]
+    traits = RotaryTraits(
+        device_type=x.device.type,
+        dtype=x.dtype,
+        tokens=tokens.numel() if isinstance(tokens, torch.Size) else 0,
+        num_heads=heads,
+        head_dim=head_dim,
+        rotary_dim=2 * cos.shape[-1],
+        interleaved=layout is RotaryLayout.INTERLEAVED,
+        requires_grad=torch.is_grad_enabled() and x.requires_grad,
+        contiguous=x.is_contiguous(),
+    )
+    kernel = resolve("rotary", None, traits, strategy)
+    if x.dim() == 3:
+        return kernel.function(x, cos, sin, layout is RotaryLayout.INTERLEAVED)
+    cos, sin = (t.expand(*tokens, t.shape[-1]).reshape(-1, t.shape[-1]) for t in (cos, sin))
+    flat = kernel.function(x.reshape(-1, heads, head_dim), cos, sin, layout is RotaryLayout.INTERLEAVED)
+    return flat.reshape(x.shape)
+
+
+def convert_rotary_weight(
+    weight: Tensor, num_heads: int, source: RotaryLayout | str, target: RotaryLayout | str, rotary_dim: int | None = None
+) -> Tensor:
+    """Reorder the output channels of a q or k projection so that it rotates the same in the other layout.
+
+    Args:
+        weight: (num_heads * head_dim, in) or a bias (num_heads * head_dim,).
+        num_heads: heads in the weight.
+        source, target: ``RotaryLayout`` of the given and of the returned weight.
+        rotary_dim: rotated channels of each head; None for all.
+    """
+    source, target = parse_enum(RotaryLayout, source, "source"), parse_enum(RotaryLayout, target, "target")
+    if weight.shape[0] % num_heads:
+        raise ValueError(f"weight has {weight.shape[0]} rows, which num_heads {num_heads} does not divide")
+    if source is target:
+        return weight
+    per_head = weight.reshape(num_heads, weight.shape[0] // num_heads, *weight.shape[1:])
+    rotary_dim = per_head.shape[1] if rotary_dim is None else rotary_dim
+    turned, kept = per_head[:, :rotary_dim], per_head[:, rotary_dim:]
+    split = (2, rotary_dim // 2) if source is RotaryLayout.HALF else (rotary_dim // 2, 2)
+    turned = turned.reshape(num_heads, *split, *weight.shape[1:]).transpose(1, 2).reshape(turned.shape)
+    return torch.cat([turned, kept], dim=1).reshape(weight.shape)

@@ -1,0 +1,265 @@
+"""TransformerLayer: norms, attention, feed-forward and residuals, in the order that was asked for. Read this first.
+
+    pre         x = x + attn(norm(x));              x = x + mlp(norm(x))
+    post        x = norm(x + attn(x));              x = norm(x + mlp(x))
+    sandwich    x = x + norm(attn(norm(x)));        x = x + norm(mlp(norm(x)))
+    parallel    x = x + attn(norm(x)) + mlp(norm(x))      (one norm)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig
+from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.norm import NormConfig, build_norm
+from atb_modules.residual import ResidualBranch, ResidualConfig
+from atb_modules.strategies import parse_enum
+
+#: Tokens a sequence may have in the cache that a layer makes for itself, and tokens a page of it.
+OWN_CACHE_TOKENS, OWN_CACHE_PAGE = 4096, 64
+
+
+class NormPlacement(StrEnum):
+    """Where the norms stand; drawn at the top of this file."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+    PARALLEL = "parallel"
+
+
+class LayerType(StrEnum):
+    """ENCODER sees both ways, DECODER is causal, CROSS_DECODER also attends to another sequence in between."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+    CROSS_DECODER = "cross_decoder"
+
+
+class LayerMode(StrEnum):
+    """TRAIN records gradients; INFERENCE never does, and fuses what the backend can."""
+
+    TRAIN = "train"
+    INFERENCE = "inference"
+
+
+class TransformerLayer(nn.Module):
+    """One Transformer layer of any common kind.
+
+    Args:
+        hidden_size: channels of the input and the output.
+        num_heads: query heads.
+        head_dim: channels a head; default hidden_size / num_heads.
+        intermediate_size: channels inside the feed-forward; default 4 * hidden_size.
+        num_kv_heads: key and value heads; default num_heads.
+        layernorm_type: "rmsnorm" or "layernorm".
+        attention_type: "flash" (the registry picks the fastest kernel), "sdpa", "eager" or "reference".
+        mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu" or "relu2".
+        norm_placement: "pre", "post", "sandwich" or "parallel".
+        layer_type: "decoder" (causal), "encoder" or "cross_decoder".
+        mode: "train" or "inference" (no gradients; ``use_cache`` allowed).
+        kv_cache_manager: the cache of all layers of a model; None lets a layer in inference mode make its own, for
+            4,096 tokens a sequence.
+        layer_idx: this layer's number in that cache; taken in order where not given.
+        rotary: a ``RotaryConfig``, None for no rotary positions.
+        qk_norm: None, "before_rotary" or "after_rotary": a norm of each head's queries and keys.
+        bias: whether all projections have biases.
+        attention, norm, mlp, residual: ``AttentionConfig``, ``NormConfig``, ``MLPConfig``, ``ResidualConfig`` with
+            everything else.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: for sizes, words or combinations that are not allowed, naming the argument.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        layernorm_type: str = "rmsnorm",
+        attention_type: str = "flash",
+        mlp_type: str = MLPType.SWIGLU,
+        norm_placement: str = NormPlacement.PRE,
+        layer_type: str = LayerType.DECODER,
+        mode: str = LayerMode.TRAIN,
+        kv_cache_manager: KVCacheManager | None = None,
+        layer_idx: int | None = None,
+        rotary: RotaryConfig | None = None,
+        qk_norm: str | None = None,
+        bias: bool = False,
+        attention: AttentionConfig | None = None,
+        norm: NormConfig | None = None,
+        mlp: MLPConfig | None = None,
+        residual: ResidualConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.placement = parse_enum(NormPlacement, norm_placement, "norm_placement")
+        self.layer_type = parse_enum(LayerType, layer_type, "layer_type")
+        self.mode = parse_enum(LayerMode, mode, "mode")
+        norm = norm if norm is not None else NormConfig()
+        residual = residual if residual is not None else ResidualConfig()
+        attention = _attention_options(attention, self.layer_type, qk_norm, bias, norm)
+        mlp = mlp if mlp is not None else MLPConfig(bias=bias)
+        if self.placement is NormPlacement.PARALLEL and self.layer_type is LayerType.CROSS_DECODER:
+            raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
+        where = {"device": device, "dtype": dtype}
+        heads = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, "config": attention, **where}
+        self.hidden_size = hidden_size
+        self.attention = Attention(hidden_size, num_heads, head_dim, rotary=rotary, **heads)
+        self.mlp = FeedForward(
+            hidden_size,
+            4 * hidden_size if intermediate_size is None else intermediate_size,
+            mlp_type,
+            config=mlp,
+            **where,
+        )
+        self.attention_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+        self.attention_branch = ResidualBranch(hidden_size, residual, **where)
+        self.mlp_branch = ResidualBranch(hidden_size, residual, **where)
+        if self.placement is not NormPlacement.PARALLEL:
+            self.mlp_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+        if self.placement is NormPlacement.SANDWICH:
+            self.attention_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+            self.mlp_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+        if self.layer_type is LayerType.CROSS_DECODER:
+            self.cross_attention = Attention(hidden_size, num_heads, head_dim, cross=True, **heads)
+            self.cross_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+            self.cross_branch = ResidualBranch(hidden_size, residual, **where)
+            if self.placement is NormPlacement.SANDWICH:
+                self.cross_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
+        self.kv_cache_manager = kv_cache_manager
+        if layer_idx is None and kv_cache_manager is not None:
+            layer_idx = kv_cache_manager.register_layer()
+        self.attention.layer_idx = layer_idx
+        if self.mode is LayerMode.INFERENCE:
+            self.eval()
+
+    @property
+    def layer_idx(self) -> int | None:
+        """This layer's number in its cache."""
+        return self.attention.layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        encoder_hidden_states: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool = False,
+        cache: KVCacheManager | None = None,
+        cache_step: CacheStep | None = None,
+        rotary_tables: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, KVCacheManager]:
+        """Run the layer.
+
+        Args:
+            hidden_states: (batch, seq, hidden_size), or packed (tokens, hidden_size) with ``cache_step``.
+            attention_mask, position_ids: see ``Attention.forward``.
+            encoder_hidden_states: the other sequence of a cross decoder, (batch, seq, hidden_size), or what
+                ``cross_attention.project_keys_values`` returned for it.
+            encoder_attention_mask: its padding mask.
+            use_cache: append to the layer's cache, attend to all of it, and return it too (inference mode).
+            cache: another cache than the layer's own; such a call is not differentiable.
+            cache_step: the step shared by all layers, with ``cache``.
+            rotary_tables: cos and sin computed once for all layers.
+
+        Returns:
+            hidden_states of the same shape; with ``use_cache``, ``(hidden_states, cache)``.
+        """
+        if hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states has {hidden_states.shape[-1]} channels; this layer takes {self.hidden_size}")
+        if use_cache and cache is None:
+            cache = self._own_cache(hidden_states)
+        if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
+            wanted = "required" if self.layer_type is LayerType.CROSS_DECODER else "None"
+            raise ValueError(f"layer_type is {self.layer_type.value!r}: encoder_hidden_states must be {wanted}")
+        options = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "kv_cache": cache,
+            "cache_step": cache_step,
+            "rotary_tables": rotary_tables,
+        }
+        across = {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
+        no_grad = self.mode is LayerMode.INFERENCE or cache is not None
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            out = self._run(hidden_states, options, across)
+        return (out, cache) if use_cache else out
+
+    def _run(self, x: Tensor, options: dict, across: dict) -> Tensor:
+        if self.placement is NormPlacement.PARALLEL:
+            normed = self.attention_norm(x)
+            attended = self.attention_branch(self.attention(normed, **options))
+            return x + attended + self.mlp_branch(self.mlp(normed))
+        if self.placement is NormPlacement.POST:
+            x, _ = self.attention_norm(self.attention_branch(self.attention(x, **options)), x)
+            if self.layer_type is LayerType.CROSS_DECODER:
+                x, _ = self.cross_norm(self.cross_branch(self.cross_attention(x, **across)), x)
+            x, _ = self.mlp_norm(self.mlp_branch(self.mlp(x)), x)
+            return x
+        sandwich = self.placement is NormPlacement.SANDWICH
+        attended = self.attention(self.attention_norm(x), **options)
+        attended = self.attention_branch(self.attention_post_norm(attended) if sandwich else attended)
+        if self.layer_type is LayerType.CROSS_DECODER:
+            normed, x = self.cross_norm(attended, x)
+            attended = self.cross_attention(normed, **across)
+            attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
+        normed, x = self.mlp_norm(attended, x)
+        mixed = self.mlp(normed)
+        return x + self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
+
+    def _own_cache(self, hidden_states: Tensor) -> KVCacheManager:
+        if self.mode is not LayerMode.INFERENCE:
+            raise ValueError("use_cache is True; allowed with mode='inference', or with cache= given")
+        if self.kv_cache_manager is None:
+            attention, batch = self.attention, hidden_states.shape[0]
+            self.kv_cache_manager = KVCacheManager(
+                OWN_CACHE_TOKENS,
+                OWN_CACHE_PAGE,
+                1,
+                attention.num_heads,
+                attention.head_dim,
+                hidden_states.dtype,
+                num_kv_heads=attention.num_kv_heads,
+                num_pages=batch * (OWN_CACHE_TOKENS // OWN_CACHE_PAGE),
+                device=hidden_states.device,
+            )
+        if self.kv_cache_manager.batch_size == 0:
+            self.kv_cache_manager.begin(hidden_states.shape[0])
+        return self.kv_cache_manager
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, type={self.layer_type.value}, norm={self.placement.value}, mode={self.mode.value}"
+
+
+def _attention_options(
+    config: AttentionConfig | None, layer_type: LayerType, qk_norm: str | None, bias: bool, norm: NormConfig
+) -> AttentionConfig:
+    """The attention options with what the layer's own arguments say where they leave it open."""
+    causal = layer_type is not LayerType.ENCODER
+    if config is None:
+        return AttentionConfig(causal=causal, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, qk_norm_config=norm)
+    if qk_norm is not None and config.qk_norm is not None and config.qk_norm != qk_norm:
+        raise ValueError(f"qk_norm is {qk_norm!r}, but attention.qk_norm is {config.qk_norm.value!r}; give one")
+    changes: dict[str, object] = {}
+    if config.causal is None:
+        changes["causal"] = causal
+    if qk_norm is not None:
+        changes["qk_norm"] = qk_norm
+    if bias:
+        changes.update(qkv_bias=True, out_bias=True)
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,96 @@
+"""Matrix products with a weight: the functional op and the module that every projection is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.kernels.registry import resolve
+from atb_modules.kernels.traits import LinearTraits
+from atb_modules.strategies import LinearStrategy, parse_enum
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: str = "auto") -> Tensor:
+    """``x weight^T + bias``.
+
+    Args:
+        x: (..., in_features), floating.
+        weight: (out_features, in_features); float32, bfloat16 and float16 weights all serve x of any of these dtypes.
+        bias: (out_features,) or None.
+
+    Returns:
+        (..., out_features) in x's dtype (under autocast, in autocast's).
+    """
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} features; weight of shape {tuple(weight.shape)} takes {weight.shape[-1]}")
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}; weight is on {weight.device}, they must be equal")
+    requires_grad = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    traits = LinearTraits(
+        device_type=x.device.type,
+        dtype=x.dtype,
+        weight_dtype=weight.dtype,
+        rows=rows,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+        has_bias=bias is not None,
+        requires_grad=requires_grad,
+        autocast=torch.is_autocast_enabled(x.device.type),
+        contiguous=x.is_contiguous(),
+    )
+    kernel = resolve("linear", None, traits, strategy)
+    return kernel.function(x.contiguous() if kernel.needs_contiguous else x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` whose product is served by the registry.
+
+    Weights start normal with standard deviation 0.02 and biases at 0, as transformers initialises language models.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        strategy: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.strategy = parse_enum(LinearStrategy, strategy, "strategy")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, strategy=self.strategy)
+
+
+def fuse_on_load(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
+    """Let ``load_state_dict`` take separate projections where ``module`` stores one fused weight.
+
+    ``fused`` names a Linear child; where a state dict has ``parts`` (say q_proj, k_proj, v_proj) they are joined along
+    the output axis in that order.
+    """
+
+    def hook(module, state_dict, prefix, *args) -> None:
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{part}.{kind}" for part in parts]
+            found = [key for key in keys if key in state_dict]
+            if found and len(found) < len(keys):
+                missing = sorted(set(keys) - set(found))
+                raise ValueError(f"state_dict has {', '.join(found)} but not {', '.join(missing)}; {fused} needs all")
+            if found:
+                state_dict[f"{prefix}{fused}.{kind}"] = torch.cat([state_dict.pop(key) for key in keys])
+
+    module.register_load_state_dict_pre_hook(hook)

@@ -1,0 +1,107 @@
+"""FeedForward: up, activation, down; gated or plain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules.linear import Linear, fuse_on_load
+from atb_modules.mlp.functional import activation, gated_activation
+from atb_modules.strategies import LinearStrategy, MLPStrategy, parse_enum
+
+
+class MLPType(StrEnum):
+    """The words of ``mlp_type``."""
+
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"
+    GEGLU_TANH = "geglu_tanh"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SILU = "silu"
+    RELU2 = "relu2"
+
+    @property
+    def is_gated(self) -> bool:
+        return self in (MLPType.SWIGLU, MLPType.GEGLU, MLPType.GEGLU_TANH)
+
+    @property
+    def activation(self) -> str:
+        """The activation's name."""
+        return {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}.get(self.value, self.value)
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """Options of a feed-forward.
+
+    Args:
+        bias: whether the projections have biases.
+        dropout: probability of dropping an activation before the down projection, in training.
+        strategy: an ``MLPStrategy`` or its word, for the activation.
+        linear_strategy: a ``LinearStrategy`` or its word, for the projections.
+    """
+
+    bias: bool = False
+    dropout: float = 0.0
+    strategy: str = "auto"
+    linear_strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout!r}; allowed: 0 <= dropout < 1")
+        object.__setattr__(self, "strategy", parse_enum(MLPStrategy, self.strategy, "strategy"))
+        object.__setattr__(
+            self, "linear_strategy", parse_enum(LinearStrategy, self.linear_strategy, "linear_strategy")
+        )
+
+
+class FeedForward(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))`` where the type is not gated.
+
+    Gate and up are stored as one weight, ``gate_up_proj`` (2 * intermediate_size, hidden_size), gate first; a state
+    dict with ``gate_proj`` and ``up_proj`` loads all the same. Weights start as in ``Linear``.
+
+    x: (..., hidden_size) -> (..., hidden_size).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        mlp_type: MLPType | str = MLPType.SWIGLU,
+        *,
+        config: MLPConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.mlp_type = parse_enum(MLPType, mlp_type, "mlp_type")
+        self.config = config if config is not None else MLPConfig()
+        options = {"strategy": self.config.linear_strategy, "device": device, "dtype": dtype}
+        if self.mlp_type.is_gated:
+            self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, self.config.bias, **options)
+            fuse_on_load(self, "gate_up_proj", ("gate_proj", "up_proj"))
+        else:
+            self.up_proj = Linear(hidden_size, intermediate_size, self.config.bias, **options)
+        self.down_proj = Linear(intermediate_size, hidden_size, self.config.bias, **options)
+        self.dropout = nn.Dropout(self.config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = self.mlp_type.activation
+        if self.mlp_type.is_gated:
+            gate, up = self.gate_up_proj(x).split(self.intermediate_size, dim=-1)
+            hidden = gated_activation(gate, up, kind, strategy=self.config.strategy)
+        else:
+            hidden = activation(self.up_proj(x), kind)
+        return self.down_proj(self.dropout(hidden))
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.intermediate_size}, mlp_type={self.mlp_type.value}"

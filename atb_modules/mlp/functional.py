@@ -1,0 +1,49 @@
+"""The functional activations of a feed-forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.kernels.registry import resolve
+from atb_modules.kernels.torch.mlp import activation_torch
+from atb_modules.kernels.traits import ActivationTraits
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", *, strategy: str = "auto") -> Tensor:
+    """``activation(gate) * up``, elementwise (GLU variants: Shazeer, 2020).
+
+    Args:
+        gate, up: equal shapes (..., width); may be the two halves of one fused product.
+        kind: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu2".
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has shape {tuple(gate.shape)}; up has {tuple(up.shape)}, they must be equal")
+    if gate.dtype != up.dtype:
+        raise TypeError(f"gate is {gate.dtype}; up is {up.dtype}, they must be equal")
+    width = gate.shape[-1]
+    traits = ActivationTraits(
+        device_type=gate.device.type,
+        dtype=gate.dtype,
+        kind=kind,
+        rows=gate[..., 0].numel() if width else 0,
+        width=width,
+        requires_grad=torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad),
+        contiguous=gate.is_contiguous() and up.is_contiguous(),
+    )
+    kernel = resolve("gated_activation", None, traits, strategy)
+    if kernel.needs_contiguous:
+        gate, up = gate.contiguous(), up.contiguous()
+    return kernel.function(gate, up, kind)
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """The plain activation: "silu", "gelu", "gelu_tanh" or "relu2" (torch's own kernels are at the limit here)."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    return activation_torch(x, kind)

@@ -1,0 +1,16 @@
+"""Normalisation: RMSNorm and LayerNorm, alone and fused with the residual add."""
+
+from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.norm.modules import LayerNorm, NormCastOrder, NormConfig, RMSNorm, build_norm
+
+__all__ = [
+    "LayerNorm",
+    "NormCastOrder",
+    "NormConfig",
+    "RMSNorm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "build_norm",
+    "layer_norm",
+    "rms_norm",
+]

@@ -1,0 +1,105 @@
+"""The functional norms: validate, build traits, resolve a kernel, call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.kernels.registry import Kernel, resolve
+from atb_modules.kernels.traits import NormTraits
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+    strategy: str = "auto",
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight_offset + weight)`` over the last axis (Zhang and Sennrich, 2019).
+
+    Statistics in float32 for every dtype. ``cast_first`` rounds the normalised values to x's dtype before the weight
+    multiplies them, as Llama does; otherwise all is float32 with one rounding at the end.
+    """
+    kernel = _resolve("rms_norm", x, None, (weight,), strategy)
+    return kernel.function(_input(kernel, x), weight, eps, weight_offset, cast_first)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+    strategy: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    kernel = _resolve("add_rms_norm", x, residual, (weight,), strategy)
+    return kernel.function(_input(kernel, x), _input(kernel, residual), weight, eps, weight_offset, cast_first)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    strategy: str = "auto",
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis (Ba et al., 2016), statistics in float32."""
+    kernel = _resolve("layer_norm", x, None, (weight, bias), strategy)
+    return kernel.function(_input(kernel, x), weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    strategy: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``(layer_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    kernel = _resolve("add_layer_norm", x, residual, (weight, bias), strategy)
+    return kernel.function(_input(kernel, x), _input(kernel, residual), weight, bias, eps)
+
+
+def _input(kernel: Kernel, x: Tensor) -> Tensor:
+    return x.contiguous() if kernel.needs_contiguous else x
+
+
+def _resolve(
+    op: str, x: Tensor, residual: Tensor | None, parameters: tuple[Tensor | None, ...], strategy: str
+) -> Kernel:
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}; allowed: a floating tensor")
+    if x.dim() == 0:
+        raise ValueError("x has no axis; allowed: at least one, the last is normalised")
+    width = x.shape[-1]
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}, they must be equal")
+        if residual.dtype != x.dtype:
+            raise TypeError(f"residual is {residual.dtype}; x is {x.dtype}, they must be equal")
+    for name, parameter in zip(("weight", "bias"), parameters, strict=False):
+        if parameter is not None and tuple(parameter.shape) != (width,):
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; x of width {width} allows ({width},)")
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(f"{name} is on {parameter.device}; x is on {x.device}, they must be equal")
+    tensors = [t for t in (x, residual, *parameters) if t is not None]
+    traits = NormTraits(
+        device_type=x.device.type,
+        dtype=x.dtype,
+        rows=x[..., 0].numel() if width else 0,
+        width=width,
+        fused_add=residual is not None,
+        requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        contiguous=x.is_contiguous() and (residual is None or residual.is_contiguous()),
+    )
+    return resolve(op, None, traits, strategy)

@@ -1,0 +1,63 @@
+"""What happens to a branch's output before it joins the residual stream: layer scale, dropout, drop path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """Options of the residual branches.
+
+    Args:
+        dropout: probability of dropping a hidden value, in training.
+        drop_path: probability of dropping a whole branch of a sample, in training (Huang et al., 2016).
+        layer_scale: initial value of a trained factor a channel, None for none (Touvron et al., 2021).
+    """
+
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    layer_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dropout", "drop_path"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} is {value!r}; allowed: 0 <= {name} < 1")
+
+
+class ResidualBranch(nn.Module):
+    """Layer scale, then dropout, then drop path, each where configured; kept samples are scaled up by 1 / keep."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ResidualConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_scale = None
+        if config.layer_scale is not None:
+            self.layer_scale = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+            nn.init.constant_(self.layer_scale, config.layer_scale)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if self.layer_scale is not None:
+            branch = branch * self.layer_scale
+        if not self.training:
+            return branch
+        if self.config.dropout:
+            branch = nn.functional.dropout(branch, self.config.dropout)
+        if self.config.drop_path:
+            keep = 1.0 - self.config.drop_path
+            kept = branch.new_empty(branch.shape[0], *(1,) * (branch.dim() - 1)).bernoulli_(keep)
+            branch = branch * kept / keep
+        return branch
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.config.dropout}, drop_path={self.config.drop_path}, layer_scale={self.config.layer_scale}"
