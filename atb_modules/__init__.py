@@ -1,0 +1,98 @@
+"""Multimodal Transformer building blocks: correct everywhere, fast on the CPU and on Ascend NPUs."""
+
+from atb_modules.attention import (
+    Attention,
+    AttentionConfig,
+    KVCacheManager,
+    OutOfPagesError,
+    QKNormOrder,
+    QKVLayout,
+    RopeScalingKind,
+    RotaryConfig,
+    RotaryEmbedding,
+    RotaryLayout,
+    RotaryScaling,
+    convert_qkv_weight,
+    convert_rotary_weight,
+)
+from atb_modules.explain import explain
+from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
+from atb_modules.linear import Linear
+from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.norm import LayerNorm, NormCastOrder, NormConfig, RMSNorm
+from atb_modules.ops import (
+    fused_attention,
+    fused_layernorm_matmul,
+    fused_mlp,
+    fused_rmsnorm_matmul,
+    matmul,
+    merge_heads,
+    silu_matmul,
+    softmax,
+    split_heads,
+)
+from atb_modules.residual import ResidualConfig
+from atb_modules.spec import AttentionSpec, Causal
+from atb_modules.strategies import (
+    AttentionStrategy,
+    AttentionType,
+    CacheStrategy,
+    DecodeStrategy,
+    LinearStrategy,
+    MLPStrategy,
+    NormStrategy,
+    RotaryStrategy,
+    use_strategy,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "AttentionSpec",
+    "AttentionStrategy",
+    "AttentionType",
+    "CacheStrategy",
+    "Causal",
+    "DecodeStrategy",
+    "FeedForward",
+    "KVCacheManager",
+    "LayerMode",
+    "LayerNorm",
+    "LayerType",
+    "Linear",
+    "LinearStrategy",
+    "MLPConfig",
+    "MLPStrategy",
+    "MLPType",
+    "NormCastOrder",
+    "NormConfig",
+    "NormPlacement",
+    "NormStrategy",
+    "OutOfPagesError",
+    "QKNormOrder",
+    "QKVLayout",
+    "RMSNorm",
+    "ResidualConfig",
+    "RopeScalingKind",
+    "RotaryConfig",
+    "RotaryEmbedding",
+    "RotaryLayout",
+    "RotaryScaling",
+    "RotaryStrategy",
+    "TransformerLayer",
+    "convert_qkv_weight",
+    "convert_rotary_weight",
+    "explain",
+    "fused_attention",
+    "fused_layernorm_matmul",
+    "fused_mlp",
+    "fused_rmsnorm_matmul",
+    "matmul",
+    "merge_heads",
+    "silu_matmul",
+    "softmax",
+    "split_heads",
+    "use_strategy",
+]

@@ -1,9 +1,9 @@
 """TransformerLayer: norms, attention, feed-forward and residuals, in the order that was asked for. Read this first.
 
-    pre         x = x + attn(norm(x));              x = x + mlp(norm(x))
-    post        x = norm(x + attn(x));              x = norm(x + mlp(x))
-    sandwich    x = x + norm(attn(norm(x)));        x = x + norm(mlp(norm(x)))
-    parallel    x = x + attn(norm(x)) + mlp(norm(x))      (one norm)
+pre         x = x + attn(norm(x));              x = x + mlp(norm(x))
+post        x = norm(x + attn(x));              x = norm(x + mlp(x))
+sandwich    x = x + norm(attn(norm(x)));        x = x + norm(mlp(norm(x)))
+parallel    x = x + attn(norm(x)) + mlp(norm(x))      (one norm)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +115,9 @@ class TransformerLayer(nn.Module):
         mlp = mlp if mlp is not None else MLPConfig(bias=bias)
         if self.placement is NormPlacement.PARALLEL and self.layer_type is LayerType.CROSS_DECODER:
             raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
-        where = {"device": device, "dtype": dtype}
-        heads = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, "config": attention, **where}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, **where}
+        heads["config"] = attention
         self.hidden_size = hidden_size
         self.attention = Attention(hidden_size, num_heads, head_dim, rotary=rotary, **heads)
         self.mlp = FeedForward(
@@ -181,7 +183,9 @@ class TransformerLayer(nn.Module):
             hidden_states of the same shape; with ``use_cache``, ``(hidden_states, cache)``.
         """
         if hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden_states has {hidden_states.shape[-1]} channels; this layer takes {self.hidden_size}")
+            raise ValueError(
+                f"hidden_states has {hidden_states.shape[-1]} channels; this layer takes {self.hidden_size}"
+            )
         if use_cache and cache is None:
             cache = self._own_cache(hidden_states)
         if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
@@ -198,7 +202,7 @@ class TransformerLayer(nn.Module):
         no_grad = self.mode is LayerMode.INFERENCE or cache is not None
         with torch.no_grad() if no_grad else contextlib.nullcontext():
             out = self._run(hidden_states, options, across)
-        return (out, cache) if use_cache else out
+        return (out, cache) if use_cache and cache is not None else out
 
     def _run(self, x: Tensor, options: dict, across: dict) -> Tensor:
         if self.placement is NormPlacement.PARALLEL:
@@ -254,8 +258,8 @@ def _attention_options(
     if config is None:
         return AttentionConfig(causal=causal, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, qk_norm_config=norm)
     if qk_norm is not None and config.qk_norm is not None and config.qk_norm != qk_norm:
-        raise ValueError(f"qk_norm is {qk_norm!r}, but attention.qk_norm is {config.qk_norm.value!r}; give one")
-    changes: dict[str, object] = {}
+        raise ValueError(f"qk_norm is {qk_norm!r}, but attention.qk_norm is {str(config.qk_norm)!r}; give one")
+    changes: dict[str, Any] = {}
     if config.causal is None:
         changes["causal"] = causal
     if qk_norm is not None:

@@ -23,7 +23,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         (..., out_features) in x's dtype (under autocast, in autocast's).
     """
     if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features; weight of shape {tuple(weight.shape)} takes {weight.shape[-1]}")
+        raise ValueError(
+            f"x has {x.shape[-1]} features; weight of shape {tuple(weight.shape)} takes {weight.shape[-1]}"
+        )
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device}; weight is on {weight.device}, they must be equal")
     requires_grad = torch.is_grad_enabled() and (
@@ -40,6 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         in_features=weight.shape[1],
         out_features=weight.shape[0],
         has_bias=bias is not None,
+        weight_contiguous=weight.is_contiguous(),
         requires_grad=requires_grad,
         autocast=torch.is_autocast_enabled(x.device.type),
         contiguous=x.is_contiguous(),

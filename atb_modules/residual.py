@@ -60,4 +60,5 @@ class ResidualBranch(nn.Module):
         return branch
 
     def extra_repr(self) -> str:
-        return f"dropout={self.config.dropout}, drop_path={self.config.drop_path}, layer_scale={self.config.layer_scale}"
+        config = self.config
+        return f"dropout={config.dropout}, drop_path={config.drop_path}, layer_scale={config.layer_scale}"

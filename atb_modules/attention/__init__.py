@@ -5,7 +5,6 @@ from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slo
 from atb_modules.attention.functional import (
     attention,
     cache_append,
-    explain_attention,
     paged_attention,
     rotary_append,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "cache_append",
     "convert_qkv_weight",
     "convert_rotary_weight",
-    "explain_attention",
     "paged_attention",
     "rotary",
     "rotary_append",

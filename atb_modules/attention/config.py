@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from atb_modules.norm import NormConfig
@@ -46,7 +46,7 @@ class AttentionConfig:
     out_bias: bool = False
     qk_norm: QKNormOrder | str | None = None
     qk_norm_type: str = "rmsnorm"
-    qk_norm_config: NormConfig = NormConfig()
+    qk_norm_config: NormConfig = field(default_factory=NormConfig)
     dropout: float = 0.0
     linear_strategy: str = "auto"
     cache_strategy: str = "auto"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.kernels.registry import Explanation, explain_choice, resolve
+from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import AttentionTraits, CacheAppendTraits, PagedAttentionTraits
 from atb_modules.spec import AttentionSpec, Causal
 
@@ -68,25 +68,6 @@ def attention(
         dropout_p=dropout_p,
         need_lse=return_lse,
     )
-
-
-def explain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec = _DENSE,
-    *,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
-    strategy: str = "auto",
-) -> Explanation:
-    """The table of kernels for such a call of ``attention``, without running it."""
-    q, k, v = _autocast(q, k, v)
-    traits = _attention_traits(q, k, v, mask, sinks, alibi_slopes, dropout_p, return_lse)
-    return explain_choice("attention", spec, traits, strategy)
 
 
 def paged_attention(
@@ -315,7 +296,9 @@ def _check_tensor(name: str, tensor: object, dims: int, layout: str) -> None:
 
 def _check_groups(num_heads: int, num_kv_heads: int) -> None:
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"q has {num_heads} heads and k has {num_kv_heads}; the first must be a multiple of the second")
+        raise ValueError(
+            f"q has {num_heads} heads and k has {num_kv_heads}; the first must be a multiple of the second"
+        )
 
 
 def _check_same(q: Tensor, **others: Tensor) -> None:

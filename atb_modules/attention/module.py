@@ -5,6 +5,8 @@ Letters in shapes: B rows of the batch, L tokens a row, T packed tokens of all r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -62,7 +64,7 @@ class Attention(nn.Module):
         config = config if config is not None else AttentionConfig()
         if kv_hidden_size is not None and not cross:
             raise ValueError(f"kv_hidden_size is {kv_hidden_size}; self attention (cross=False) allows None")
-        options = {"strategy": config.linear_strategy, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"strategy": config.linear_strategy, "device": device, "dtype": dtype}
         if cross:
             width = hidden_size if kv_hidden_size is None else kv_hidden_size
             q_proj = Linear(hidden_size, num_heads * head_dim, config.qkv_bias, **options)
@@ -79,7 +81,17 @@ class Attention(nn.Module):
         self._build_extras(device, dtype)
 
     def _assemble(
-        self, qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
+        self,
+        qkv,
+        o_proj,
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        attention_type,
+        cross,
+        rotary,
+        config,
     ) -> None:
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.cross, self.config = head_dim, cross, config
@@ -90,7 +102,8 @@ class Attention(nn.Module):
         self.alibi_slopes = alibi_slopes(num_heads) if config.alibi else None
 
     def _build_extras(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if self.config.qk_norm is not None:
             kind, options = self.config.qk_norm_type, self.config.qk_norm_config
             self.q_norm = build_norm(kind, self.head_dim, options, device, dtype)
@@ -124,9 +137,8 @@ class Attention(nn.Module):
         ``out_features`` (or the weight).
         """
         separate = (q_proj, k_proj, v_proj)
-        if (qkv_proj is None) == all(proj is None for proj in separate) or (
-            qkv_proj is None and any(proj is None for proj in separate)
-        ):
+        given = [proj is not None for proj in separate]
+        if any(given) if qkv_proj is not None else not all(given):
             raise ValueError("give either q_proj, k_proj and v_proj, or qkv_proj alone")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         total = _out_features(qkv_proj if qkv_proj is not None else q_proj)
@@ -143,7 +155,7 @@ class Attention(nn.Module):
                         f"{name} has {_out_features(proj)} output channels; {num_kv_heads} kv heads of {head_dim} "
                         f"make {num_kv_heads * head_dim}"
                     )
-            qkv = SeparateQKV(q_proj, k_proj, v_proj, num_heads, num_kv_heads)
+            qkv = SeparateQKV(*separate, num_heads, num_kv_heads)  # type: ignore[arg-type]  # checked above
         if cross and qkv_proj is not None:
             raise ValueError("cross is True; cross attention needs q_proj, k_proj and v_proj, not qkv_proj")
         hidden_size = num_heads * head_dim if o_proj is None else _out_features(o_proj)
@@ -156,7 +168,8 @@ class Attention(nn.Module):
         )
         self.layer_idx = layer_idx
         parameter = next(qkv.parameters(), None)
-        self._build_extras(*((parameter.device, parameter.dtype) if parameter is not None else (None, None)))
+        where = (None, None) if parameter is None else (parameter.device, parameter.dtype)
+        self._build_extras(*where)
         return self
 
     def forward(
@@ -263,7 +276,9 @@ class Attention(nn.Module):
             if step is None:
                 step = kv_cache.layer_step(layer_idx, lengths)
         elif step is None:
-            raise ValueError("hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)")
+            raise ValueError(
+                "hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)"
+            )
         out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
         return unpack_padded(out, real) if padded else out
 
@@ -281,13 +296,13 @@ class Attention(nn.Module):
         slots = step.slots(layer_idx)
         config = self.config
         rotate_late = config.qk_norm is QKNormOrder.AFTER_ROTARY
-        if self.q_norm is not None and not rotate_late:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if config.qk_norm is QKNormOrder.BEFORE_ROTARY:
+            q, k = self._normalise(q, k)
         elif not isinstance(self.qkv, FusedQKV):
             q = q.clone()  # it is rotated in place below, and a user's projection may hand out its own memory
         if self.rotary is None:
             if rotate_late:
-                q, k = self.q_norm(q), self.k_norm(k)
+                q, k = self._normalise(q, k)
             cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy)
         else:
             if rotary_tables is None:
@@ -300,7 +315,16 @@ class Attention(nn.Module):
             else:
                 interleaved = self.rotary.config.layout is RotaryLayout.INTERLEAVED
                 rotary_append(
-                    q, k, v, cos, sin, k_pages, v_pages, slots, interleaved=interleaved, strategy=config.cache_strategy
+                    q,
+                    k,
+                    v,
+                    cos,
+                    sin,
+                    k_pages,
+                    v_pages,
+                    slots,
+                    interleaved=interleaved,
+                    strategy=config.cache_strategy,
                 )
         out, _ = paged_attention(
             q,
@@ -319,15 +343,19 @@ class Attention(nn.Module):
     def _position(self, q: Tensor, k: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
         """Norm and rotation of q and k (..., tokens, heads, head_dim), in the configured order."""
         order = self.config.qk_norm
-        if self.q_norm is not None and order is QKNormOrder.BEFORE_ROTARY:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if order is QKNormOrder.BEFORE_ROTARY:
+            q, k = self._normalise(q, k)
         if self.rotary is not None and tables is not None:
             config = self.rotary.config
             q = rotary(q, *tables, layout=config.layout, strategy=config.strategy)
             k = rotary(k, *tables, layout=config.layout, strategy=config.strategy)
-        if self.q_norm is not None and order is QKNormOrder.AFTER_ROTARY:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if order is QKNormOrder.AFTER_ROTARY:
+            q, k = self._normalise(q, k)
         return q, k
+
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
 
     def _merge(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out, _ = attention(
@@ -360,7 +388,11 @@ class Attention(nn.Module):
 
 
 def _checked_head_dim(hidden_size: int, num_heads: int, head_dim: int | None, num_kv_heads: int) -> int:
-    for name, value in (("hidden_size", hidden_size), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+    for name, value in (
+        ("hidden_size", hidden_size),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; allowed: a positive int")
     if num_heads % num_kv_heads:

@@ -14,9 +14,9 @@ from atb_modules.strategies import parse_enum
 class QKVLayout(StrEnum):
     """How the output channels of a fused qkv projection are ordered.
 
-        QKV       q0 q1 q2 q3 | k0 k1 | v0 v1      all queries, all keys, all values: ours, timm's, Phi-3's
-        GROUPED   q0 q1 k0 v0 | q2 q3 k1 v1        a key head after its query heads: Falcon, InternLM2
-        PER_HEAD  q0 k0 v0 | q1 k1 v1              GROUPED with one query head a key head: GPT-NeoX, BLOOM
+    QKV       q0 q1 q2 q3 | k0 k1 | v0 v1      all queries, all keys, all values: ours, timm's, Phi-3's
+    GROUPED   q0 q1 k0 v0 | q2 q3 k1 v1        a key head after its query heads: Falcon, InternLM2
+    PER_HEAD  q0 k0 v0 | q1 k1 v1              GROUPED with one query head a key head: GPT-NeoX, BLOOM
     """
 
     QKV = "qkv"
@@ -124,6 +124,4 @@ class ForeignQKV(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return split_qkv(
-            self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim, self.layout
-        )
+        return split_qkv(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim, self.layout)

@@ -115,12 +115,17 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         scaling = self.config.scaling
-        text = f"rotary_dim={self.rotary_dim}, base={self.config.base:g}, layout={self.config.layout.value}"
+        text = f"rotary_dim={self.rotary_dim}, base={self.config.base:g}, layout={self.config.layout}"
         return text if scaling is None else f"{text}, scaling={scaling.kind}, factor={scaling.factor:g}"
 
 
 def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout | str = RotaryLayout.HALF, strategy: str = "auto"
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: RotaryLayout | str = RotaryLayout.HALF,
+    strategy: str = "auto",
 ) -> Tensor:
     """Rotate x by the angles of its tokens.
 
@@ -159,7 +164,11 @@ def rotary(
 
 
 def convert_rotary_weight(
-    weight: Tensor, num_heads: int, source: RotaryLayout | str, target: RotaryLayout | str, rotary_dim: int | None = None
+    weight: Tensor,
+    num_heads: int,
+    source: RotaryLayout | str,
+    target: RotaryLayout | str,
+    rotary_dim: int | None = None,
 ) -> Tensor:
     """Reorder the output channels of a q or k projection so that it rotates the same in the other layout.
 

@@ -57,7 +57,9 @@ class RotaryScaling:
         if not self.factor > 0:
             raise ValueError(f"factor is {self.factor!r}; allowed: a positive number")
         if self.kind is not RopeScalingKind.LINEAR and not self.original_max_positions:
-            raise ValueError(f"original_max_positions is {self.original_max_positions!r}; {self.kind} needs a positive int")
+            raise ValueError(
+                f"original_max_positions is {self.original_max_positions!r}; {self.kind} needs a positive int"
+            )
         if self.kind is RopeScalingKind.LONGROPE and (not self.short_factor or not self.long_factor):
             raise ValueError("short_factor and long_factor are both required by longrope, one number a frequency")
         if self.kind is RopeScalingKind.LLAMA3 and not self.high_freq_factor > self.low_freq_factor:

@@ -102,6 +102,15 @@ class Explanation:
 _KERNELS: dict[str, list[Kernel]] = {op: [] for op in OP_FAMILIES}
 _LOGGED: set[tuple[Any, ...]] = set()
 _RECORDING: ContextVar[dict[tuple[str, str], Explanation] | None] = ContextVar("atb_modules_choices", default=None)
+_EXPLAINING: ContextVar[bool] = ContextVar("atb_modules_explaining", default=False)
+
+
+class Explained(Exception):
+    """Carries the explanation out of a call that ``explain_call`` stops before its kernel runs."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(explanation.op)
+        self.explanation = explanation
 
 
 def register(kernel: Kernel) -> Kernel:
@@ -131,6 +140,8 @@ def resolve(op: str, spec: Any, traits: Traits, strategy: str | StrEnum = "auto"
             for this op, or where no kernel at all can serve it.
     """
     asked = effective_strategy(op, strategy)
+    if _EXPLAINING.get():
+        raise Explained(explain_choice(op, spec, traits, strategy))
     chosen = _choose(op, spec, traits, asked)
     if chosen is None:
         raise ValueError(_refusal(op, spec, traits, asked))
@@ -149,6 +160,18 @@ def explain_choice(op: str, spec: Any, traits: Traits, strategy: str | StrEnum =
         seconds = None if reasons else kernel.predicted_seconds(spec, traits)
         rows.append(ExplanationRow(kernel.strategy.value, kernel is chosen, reasons, seconds))
     return Explanation(op, spec, traits, asked.value, tuple(rows))
+
+
+def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What the first resolution inside ``function(*args, **kwargs)`` would choose; no kernel runs."""
+    token = _EXPLAINING.set(True)
+    try:
+        function(*args, **kwargs)
+    except Explained as explained:
+        return explained.explanation
+    finally:
+        _EXPLAINING.reset(token)
+    raise ValueError(f"{function.__name__} needs no kernel for these arguments (an empty tensor?)")
 
 
 @contextlib.contextmanager
@@ -193,9 +216,7 @@ def _note_choice(op: str, spec: Any, traits: Traits, asked: StrEnum, chosen: Ker
         recording[op, chosen.strategy.value] = explain_choice(op, spec, traits, asked)
     if not logger.isEnabledFor(logging.INFO):
         return
-    against = tuple(
-        (k.strategy.value, k.reasons_against(spec, traits)) for k in _KERNELS[op] if k is not chosen
-    )
+    against = tuple((k.strategy.value, k.reasons_against(spec, traits)) for k in _KERNELS[op] if k is not chosen)
     copied = chosen.needs_contiguous and not traits.contiguous
     key = (op, spec, asked, chosen.strategy, traits.device_type, copied, against)
     if key in _LOGGED:

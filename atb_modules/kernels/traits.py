@@ -92,6 +92,7 @@ class LinearTraits:
     in_features: int
     out_features: int
     has_bias: bool = False
+    weight_contiguous: bool = True
     requires_grad: bool = False
     autocast: bool = False
     contiguous: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,7 @@ class MLPConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout!r}; allowed: 0 <= dropout < 1")
         object.__setattr__(self, "strategy", parse_enum(MLPStrategy, self.strategy, "strategy"))
-        object.__setattr__(
-            self, "linear_strategy", parse_enum(LinearStrategy, self.linear_strategy, "linear_strategy")
-        )
+        object.__setattr__(self, "linear_strategy", parse_enum(LinearStrategy, self.linear_strategy, "linear_strategy"))
 
 
 class FeedForward(nn.Module):
@@ -85,7 +84,7 @@ class FeedForward(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mlp_type = parse_enum(MLPType, mlp_type, "mlp_type")
         self.config = config if config is not None else MLPConfig()
-        options = {"strategy": self.config.linear_strategy, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"strategy": self.config.linear_strategy, "device": device, "dtype": dtype}
         if self.mlp_type.is_gated:
             self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, self.config.bias, **options)
             fuse_on_load(self, "gate_up_proj", ("gate_proj", "up_proj"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         config = self.config
-        options = {
+        options: dict[str, Any] = {
             "weight_offset": config.weight_offset,
             "cast_first": self.cast_first,
             "strategy": config.strategy,
@@ -95,7 +96,7 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.config.weight_offset:g}" if self.config.weight_offset else ""
-        return f"{self.hidden_size}, eps={self.config.eps:g}{offset}, cast_order={self.config.cast_order.value}"
+        return f"{self.hidden_size}, eps={self.config.eps:g}{offset}, cast_order={self.config.cast_order}"
 
 
 class LayerNorm(nn.Module):

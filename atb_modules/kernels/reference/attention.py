@@ -101,6 +101,7 @@ def paged_attention_reference(
             alibi_slopes=alibi_slopes,
         )
         out[begin:end] = rearrange(row_out, "1 h t d -> t h d")
+        assert row_lse is not None  # the reference always returns it
         lse[:, begin:end] = row_lse[0]
     return out, lse
 
@@ -120,6 +121,4 @@ def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:
 
 
 register(Kernel("attention", AttentionStrategy.REFERENCE, attention_reference, _no_reasons, _cost))
-register(
-    Kernel("paged_attention", AttentionStrategy.REFERENCE, paged_attention_reference, _no_reasons, _paged_cost)
-)
+register(Kernel("paged_attention", AttentionStrategy.REFERENCE, paged_attention_reference, _no_reasons, _paged_cost))

@@ -1,0 +1,168 @@
+"""The functional API that users call: fused compositions and the primitives around them.
+
+Weights here are (in, out), as the matrix products of papers write them; modules store (out, in).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
+from atb_modules.attention.qkv import split_qkv
+from atb_modules.attention.rope import rotary
+from atb_modules.linear import linear
+from atb_modules.mlp.functional import activation, gated_activation
+from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.spec import AttentionSpec
+
+__all__ = [
+    "activation",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "cache_append",
+    "fused_attention",
+    "fused_layernorm_matmul",
+    "fused_mlp",
+    "fused_rmsnorm_matmul",
+    "gated_activation",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "merge_heads",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "rotary_append",
+    "silu_matmul",
+    "softmax",
+    "split_heads",
+]
+
+K_LAYOUTS = ("bhsd", "bhds")
+
+
+def fused_layernorm_matmul(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``layer_norm(x) @ w + bias``: x (..., in), w (in, out), bias (out,), norm_weight and norm_bias (in,)."""
+    return matmul(layer_norm(x, norm_weight, norm_bias, eps), w, bias=bias)
+
+
+def fused_rmsnorm_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """``rms_norm(x) @ w + bias``: x (..., in), w (in, out), bias (out,), norm_weight (in,)."""
+    return matmul(rms_norm(x, norm_weight, eps), w, bias=bias)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    *,
+    inv_scale: float | None = None,
+    k_layout: str = "bhsd",
+    causal: bool = False,
+    mask: Tensor | None = None,
+    strategy: str = "auto",
+) -> Tensor:
+    """``softmax(scale * q k^T) v``.
+
+    Args:
+        q: (batch, heads, q_len, head_dim).
+        k: (batch, kv_heads, kv_len, head_dim), or already transposed with ``k_layout="bhds"``.
+        v: (batch, kv_heads, kv_len, value_dim).
+        scale: multiplies the scores; default 1 / sqrt(head_dim).
+        inv_scale: divides the scores, for formulas written that way; give one of the two.
+        causal: bottom-right aligned.
+        mask: bool (True = may attend) or additive.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+    """
+    if k_layout not in K_LAYOUTS:
+        raise ValueError(f"k_layout is {k_layout!r}; allowed: {', '.join(K_LAYOUTS)}")
+    if inv_scale is not None:
+        if scale is not None:
+            raise ValueError(f"scale is {scale} and inv_scale {inv_scale}; give one of them")
+        if inv_scale == 0:
+            raise ValueError("inv_scale is 0; allowed: a number other than 0")
+        scale = 1.0 / inv_scale
+    if k_layout == "bhds":
+        k = k.transpose(-1, -2)
+    out, _ = attention(q, k, v, AttentionSpec(causal=causal, scale=scale), mask=mask, strategy=strategy)
+    return out
+
+
+def silu_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, *, gate: Tensor | None = None) -> Tensor:
+    """``silu(x) @ w + bias``, or ``(silu(gate) * x) @ w + bias`` with a gate of x's shape; w is (in, out)."""
+    hidden = activation(x, "silu") if gate is None else gated_activation(gate, x, "silu")
+    return matmul(hidden, w, bias=bias)
+
+
+def fused_mlp(x: Tensor, gate_w: Tensor | None, up_w: Tensor, down_w: Tensor, *, kind: str = "silu") -> Tensor:
+    """``(activation(x @ gate_w) * (x @ up_w)) @ down_w``; gate_w None is the plain form ``activation(x @ up_w)``.
+
+    Args:
+        x: (..., hidden).
+        gate_w, up_w: (hidden, intermediate).
+        down_w: (intermediate, hidden).
+        kind: "silu", "gelu", "gelu_tanh" or "relu2".
+    """
+    up = matmul(x, up_w)
+    hidden = activation(up, kind) if gate_w is None else gated_activation(matmul(x, gate_w), up, kind)
+    return matmul(hidden, down_w)
+
+
+def matmul(a: Tensor, b: Tensor, trans_b: bool = False, *, bias: Tensor | None = None) -> Tensor:
+    """``a @ b``, or ``a @ b^T`` with ``trans_b``, plus bias.
+
+    A two-dimensional b is a weight and goes the way of ``linear``.
+
+    Args:
+        a: (..., n, k).
+        b: (k, m) or (..., k, m); with trans_b (m, k) or (..., m, k).
+    """
+    if b.dim() < 2 or a.dim() < 1:
+        raise ValueError(f"a has {a.dim()} axes and b {b.dim()}; allowed: at least 1 and 2")
+    if b.dim() == 2:
+        return linear(a, b if trans_b else b.t(), bias)
+    product = torch.matmul(a, b.transpose(-1, -2) if trans_b else b)
+    return product if bias is None else product + bias
+
+
+def split_heads(qkv: Tensor, num_heads: int, *, num_kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a fused product (batch, seq, (num_heads + 2 num_kv_heads) * head_dim), queries first.
+
+    Returns q (batch, num_heads, seq, head_dim), k and v (batch, num_kv_heads, seq, head_dim); views.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    heads = num_heads + 2 * num_kv_heads
+    if qkv.dim() != 3 or num_heads < 1 or qkv.shape[-1] % heads:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}; allowed: (batch, seq, a multiple of {heads} heads)")
+    q, k, v = split_qkv(qkv, num_heads, num_kv_heads, qkv.shape[-1] // heads)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def merge_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(batch, num_heads, seq, head_dim) -> (batch, seq, num_heads * head_dim)."""
+    if x.dim() != 4 or x.shape[1] != num_heads:
+        raise ValueError(f"x has shape {tuple(x.shape)}; allowed: (batch, {num_heads}, seq, head_dim)")
+    return x.transpose(1, 2).flatten(-2)
+
+
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """Softmax over ``axis``, statistics in float32; a slice of nothing but -inf gives 0 and not NaN."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    empty = (x == float("-inf")).all(dim=axis, keepdim=True)
+    wide = x.to(compute).masked_fill(empty, 0.0)
+    return torch.softmax(wide, dim=axis).masked_fill(empty, 0.0).to(x.dtype)
