@@ -3,11 +3,12 @@
 Canonical names are what our model's state dict accepts (projections unfused)::
 
     embed.weight  norm.weight  lm_head.weight
-    layers.{i}.attention.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}
+    layers.{i}.attention.qkv.{q_proj,k_proj,v_proj}.{weight,bias}
+    layers.{i}.attention.o_proj.{weight,bias}
     layers.{i}.attention.{q_norm,k_norm}.weight
-    layers.{i}.feed_forward.{gate_proj,up_proj,down_proj}.{weight,bias}
-    layers.{i}.{attention_norm,feed_forward_norm}.weight            before a block
-    layers.{i}.{attention_post_norm,feed_forward_post_norm}.weight  after a block (sandwich)
+    layers.{i}.mlp.{gate_proj,up_proj,down_proj}.{weight,bias}
+    layers.{i}.{attention_norm,mlp_norm}.weight            before a block
+    layers.{i}.{attention_post_norm,mlp_post_norm}.weight  after a block (sandwich)
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from .source import ConfigSource
 
 HF_MODEL = {"embed": "embed_tokens", "norm": "norm"}
 HF_LAYER = {
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
+    "attention.qkv.q_proj": "self_attn.q_proj",
+    "attention.qkv.k_proj": "self_attn.k_proj",
+    "attention.qkv.v_proj": "self_attn.v_proj",
     "attention.o_proj": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.gate_proj": "mlp.gate_proj",
-    "feed_forward.up_proj": "mlp.up_proj",
-    "feed_forward.down_proj": "mlp.down_proj",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
     "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
+    "mlp_norm": "post_attention_layernorm",
 }
 GGUF_MODEL = {"embed": "token_embd", "norm": "output_norm", "lm_head": "output"}
 GGUF_LAYER = {
-    "attention.q_proj": "attn_q",
-    "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v",
+    "attention.qkv.q_proj": "attn_q",
+    "attention.qkv.k_proj": "attn_k",
+    "attention.qkv.v_proj": "attn_v",
     "attention.o_proj": "attn_output",
     "attention.q_norm": "attn_q_norm",
     "attention.k_norm": "attn_k_norm",
-    "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
     "attention_norm": "attn_norm",
-    "feed_forward_norm": "ffn_norm",
+    "mlp_norm": "ffn_norm",
 }
 
 
@@ -81,7 +82,7 @@ def canonical_names(config: ModelConfig) -> list[str]:
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}."
         names.append(prefix + "attention_norm.weight")
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for part in ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj", "o_proj"):
             names.append(f"{prefix}attention.{part}.weight")
             if config.output_bias if part == "o_proj" else config.qkv_bias:
                 names.append(f"{prefix}attention.{part}.bias")
@@ -89,13 +90,13 @@ def canonical_names(config: ModelConfig) -> list[str]:
             names += [f"{prefix}attention.q_norm.weight", f"{prefix}attention.k_norm.weight"]
         if config.norm_placement == "sandwich":
             names.append(prefix + "attention_post_norm.weight")
-        names.append(prefix + "feed_forward_norm.weight")
+        names.append(prefix + "mlp_norm.weight")
         for part in ("gate_proj", "up_proj", "down_proj"):
-            names.append(f"{prefix}feed_forward.{part}.weight")
+            names.append(f"{prefix}mlp.{part}.weight")
             if config.mlp_bias:
-                names.append(f"{prefix}feed_forward.{part}.bias")
+                names.append(f"{prefix}mlp.{part}.bias")
         if config.norm_placement == "sandwich":
-            names.append(prefix + "feed_forward_post_norm.weight")
+            names.append(prefix + "mlp_post_norm.weight")
     names.append("norm.weight")
     if not config.tie_word_embeddings:
         names.append("lm_head.weight")

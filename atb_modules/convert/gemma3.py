@@ -114,13 +114,13 @@ GEMMA3 = Family(
     hf_layer={
         **HF_LAYER,
         "attention_post_norm": "post_attention_layernorm",
-        "feed_forward_norm": "pre_feedforward_layernorm",
-        "feed_forward_post_norm": "post_feedforward_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
     },
     gguf_layer={
         **GGUF_LAYER,
         "attention_post_norm": "post_attention_norm",
-        "feed_forward_post_norm": "post_ffw_norm",
+        "mlp_post_norm": "post_ffw_norm",
     },
     gguf_norm_offset=1.0,
 )

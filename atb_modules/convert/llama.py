@@ -49,9 +49,7 @@ def llama_gguf_config(source: ConfigSource, arch: str) -> ModelConfig:
     num_heads = source.count(f"{arch}.attention.head_count")
     num_kv_heads = source.count(f"{arch}.attention.head_count_kv", num_heads)
     hidden_size = source.count(f"{arch}.embedding_length")
-    if num_heads % num_kv_heads or (
-        hidden_size % num_heads and not source.has(f"{arch}.attention.key_length")
-    ):
+    if num_heads % num_kv_heads or (hidden_size % num_heads and not source.has(f"{arch}.attention.key_length")):
         raise source.error(
             f"{arch}.embedding_length {hidden_size}, attention.head_count {num_heads} and head_count_kv "
             f"{num_kv_heads} do not divide one another"

@@ -19,9 +19,7 @@ def layer_kinds(source: ConfigSource, num_layers: int) -> list[str] | None:
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise source.error(
-            f"layer_types is {kinds!r}; allowed: a list of num_hidden_layers={num_layers} entries"
-        )
+        raise source.error(f"layer_types is {kinds!r}; allowed: a list of num_hidden_layers={num_layers} entries")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise source.error(f"layer_types has {kind!r}; allowed: full_attention, sliding_attention")

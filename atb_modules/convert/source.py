@@ -107,7 +107,7 @@ def head_size(source: ConfigSource, num_heads: int, default: int | None = None) 
         hidden = source.count("hidden_size")
         if hidden % num_heads:
             raise source.error(
-                f"hidden_size is {hidden}, which num_attention_heads {num_heads} does not divide, and head_dim is absent"
+                f"hidden_size is {hidden}, which num_attention_heads {num_heads} does not divide; head_dim is absent"
             )
         default = hidden // num_heads
     return source.count("head_dim", default)

@@ -1,11 +1,17 @@
-"""ModelConfig: what a decoder-only model computes, in our conventions, whatever file it came from."""
+"""ModelConfig: what a decoder-only model computes, whatever file it came from. InferenceConfig: how it
+runs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from atb_modules.attention.rope import RotaryConfig
 from atb_modules.norm import NormCastOrder
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,44 @@ class ModelConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: a positive int")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, which num_kv_heads {self.num_kv_heads} does not divide"
-            )
+            raise ValueError(f"num_heads is {self.num_heads}, which num_kv_heads {self.num_kv_heads} does not divide")
         for name in ("windows", "rotary"):
             if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries; num_layers is {self.num_layers}"
-                )
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries; num_layers is {self.num_layers}")
+
+
+@dataclass
+class InferenceConfig:
+    """How a model runs when it generates. Set attribute by attribute; checked when it is used.
+
+    Attributes:
+        enable_inference_fusion: one native call a layer for one-token steps, where the layer and the machine
+            allow it.
+        enable_kv_cache_opt: give pages back that slid out of a window, and share the pages of equal prompts
+            in a batch.
+        prefill_chunk_size: most prompt tokens in one pass through the model; None for whole prompts.
+        dtype: of weights and cache; None for that of the checkpoint (float32 for a GGUF).
+        attention_type: of every layer; see `TransformerLayer`.
+        page_size: tokens a page of the cache.
+    """
+
+    enable_inference_fusion: bool = True
+    enable_kv_cache_opt: bool = True
+    prefill_chunk_size: int | None = None
+    dtype: torch.dtype | None = None
+    attention_type: str = "flash"
+    page_size: int = 64
+
+    def validate(self) -> None:
+        """Raises a ValueError or TypeError that names the attribute."""
+        for name in ("enable_inference_fusion", "enable_kv_cache_opt"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        for name in ("prefill_chunk_size", "page_size"):
+            value = getattr(self, name)
+            if value is None and name == "prefill_chunk_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(map(str, _DTYPES))}, None")

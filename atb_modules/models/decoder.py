@@ -1,0 +1,253 @@
+"""DecoderModel: embedding, our TransformerLayers, a norm and a head. The whole language model, top to bottom.
+
+Letters in shapes: B rows of the batch, L tokens a row, T packed tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atb_modules.attention import AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, RotaryEmbedding
+from atb_modules.attention.masking import pack_padded, unpack_padded
+from atb_modules.layer import LayerMode, TransformerLayer
+from atb_modules.linear import Linear
+from atb_modules.mlp import MLPConfig
+from atb_modules.norm import NormConfig, RMSNorm
+from atb_modules.strategies import parse_enum
+
+from .config import InferenceConfig, ModelConfig
+from .output import ModelOutput
+
+RotaryTables = dict[RotaryConfig, tuple[Tensor, Tensor]]
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only language model made of `TransformerLayer`s.
+
+    Args:
+        config: what it computes.
+        mode: "train" (gradients flow) or "inference" (they never do).
+        attention_type: of every layer; see `TransformerLayer`.
+        device, dtype: of the parameters.
+
+    Weights start as transformers starts them: normal with standard deviation 0.02, norms at 1.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        mode: str = LayerMode.TRAIN,
+        attention_type: str = "flash",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.mode = parse_enum(LayerMode, mode, "mode")
+        norm = NormConfig(eps=config.norm_eps, weight_offset=config.norm_offset, cast_order=config.norm_cast_order)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                config.hidden_size,
+                config.num_heads,
+                config.head_dim,
+                config.intermediate_size,
+                num_kv_heads=config.num_kv_heads,
+                attention_type=attention_type,
+                mlp_type=config.mlp_type,
+                norm_placement=config.norm_placement,
+                mode=mode,
+                layer_idx=index,
+                rotary=rotary,
+                attention=AttentionConfig(
+                    window=None if window is None else (window, 0),
+                    scale=config.attention_scale,
+                    softcap=config.attention_softcap,
+                    qkv_bias=config.qkv_bias,
+                    out_bias=config.output_bias,
+                    qk_norm="before_rotary" if config.qk_norm else None,
+                    qk_norm_config=norm,
+                ),
+                norm=norm,
+                mlp=MLPConfig(bias=config.mlp_bias),
+                device=device,
+                dtype=dtype,
+            )
+            for index, (window, rotary) in enumerate(zip(config.windows, config.rotary, strict=True))
+        )
+        self.norm = RMSNorm(
+            config.hidden_size,
+            config.norm_eps,
+            weight_offset=config.norm_offset,
+            cast_order=config.norm_cast_order,
+            device=device,
+            dtype=dtype,
+        )
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.inference_config = InferenceConfig()
+        self.unused_tensors: tuple[str, ...] = ()
+        self._rotary = {rotary: RotaryEmbedding(config.head_dim, rotary) for rotary in set(config.rotary)}
+        self.tie_weights()
+        if self.mode is LayerMode.INFERENCE:
+            self.requires_grad_(False)
+            self.eval()
+
+    def tie_weights(self) -> None:
+        """Makes the head the embedding again, where the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def new_cache(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCacheManager:
+        """A paged cache for this model's layers; `max_seq_len` defaults to the positions it was made for."""
+        config = self.config
+        return KVCacheManager(
+            config.max_positions if max_seq_len is None else max_seq_len,
+            page_size,
+            config.num_layers,
+            config.num_heads,
+            config.head_dim,
+            self.dtype if dtype is None else dtype,
+            num_kv_heads=config.num_kv_heads,
+            num_pages=num_pages,
+            window=config.windows,
+            device=self.device,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        past_key_values: KVCacheManager | None = None,
+        labels: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits of every token.
+
+        Args:
+            input_ids: integers (B, L).
+            attention_mask: (B, L) of bool or 0/1, 1 = real; padding may stand on either side. With a cache
+                it says which of the new tokens are real.
+            position_ids: integers (B, L); default counts the real tokens of a row, from the cache's length
+                on.
+            past_key_values: append to this cache and attend to all of it; its open sequences are the rows.
+                Opened with B empty sequences when none are open. Such a call is not differentiable.
+            labels: integers (B, L), -100 = ignored; token i is predicted from those before it.
+
+        Raises:
+            ValueError, TypeError: wrong shape or dtype, ids past the vocabulary, a batch that is not the
+                cache's.
+        """
+        _check_ids("input_ids", input_ids, self.config.vocab_size)
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; input_ids has {tuple(input_ids.shape)}"
+            )
+        if past_key_values is not None:
+            logits = self._forward_cached(input_ids, attention_mask, position_ids, past_key_values)
+        else:
+            logits = self._forward_dense(input_ids, attention_mask, position_ids)
+        loss = None
+        if labels is not None:
+            if labels.shape != input_ids.shape:
+                raise ValueError(f"labels has shape {tuple(labels.shape)}; input_ids has {tuple(input_ids.shape)}")
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return ModelOutput(logits, loss, past_key_values)
+
+    def _forward_dense(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        batch, length = input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device).expand(batch, length)
+            if attention_mask is not None:
+                position_ids = ((attention_mask != 0).long().cumsum(-1) - 1).clamp(min=0)
+        x = self.embed_tokens(input_ids)
+        tables = self.rotary_tables(position_ids, length)
+        for layer, rotary in zip(self.layers, self.config.rotary, strict=True):
+            x = layer(x, attention_mask, position_ids, rotary_tables=tables[rotary])
+        return self.head(self.norm(x))
+
+    def _forward_cached(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: KVCacheManager,
+    ) -> Tensor:
+        with torch.no_grad():
+            tokens, lengths, real = pack_padded(input_ids.unsqueeze(-1), attention_mask)
+            if not cache.batch_size:
+                cache.begin(len(lengths))
+            if position_ids is not None:
+                position_ids = position_ids.expand(input_ids.shape)[real]
+            step = cache.step(lengths)
+            x = self.run_packed(tokens.squeeze(-1), step, cache, position_ids)
+            return unpack_padded(self.head(x), real)
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Embeddings of ids of any shape, scaled where the configuration says so."""
+        x = self.embed(input_ids)
+        scale = self.config.embedding_scale
+        if scale is None:
+            return x
+        # Rounded to the embeddings' dtype before it multiplies, as Gemma was trained.
+        return x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def rotary_tables(self, position_ids: Tensor, length: int) -> RotaryTables:
+        """cos and sin of the positions, once for all layers that share a setting."""
+        return {config: rotary(position_ids, length) for config, rotary in self._rotary.items()}
+
+    def run_packed(
+        self,
+        tokens: Tensor,
+        step: CacheStep,
+        cache: KVCacheManager,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Normed hidden states (T, hidden) of packed tokens (T,), whose keys and values go into the cache."""
+        positions = step.positions if position_ids is None else position_ids
+        x = self.embed_tokens(tokens)
+        tables = self.rotary_tables(positions, step.max_kv_length)
+        for layer, rotary in zip(self.layers, self.config.rotary, strict=True):
+            x = layer(x, position_ids=positions, cache=cache, cache_step=step, rotary_tables=tables[rotary])
+        return self.norm(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits (..., vocab_size) of normed hidden states."""
+        logits = self.lm_head(x)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"family={config.family}, tied={config.tie_word_embeddings}, mode={self.mode.value}"
+
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32 (batch, seq), got {ids.dtype} {tuple(ids.shape)}")
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} has ids from {low} to {high}; vocab_size is {vocab_size}")

@@ -1,0 +1,56 @@
+"""load_model and load_inference_model: a checkpoint becomes a DecoderModel, one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from atb_modules.convert.checkpoint import Checkpoint, open_checkpoint
+from atb_modules.layer import LayerMode
+
+from .config import InferenceConfig
+from .decoder import DecoderModel
+from .slots import weight_slots
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> DecoderModel:
+    """The trainable model of a checkpoint.
+
+    Args:
+        path: a directory with config.json and safetensors, or a GGUF file; families in `atb_modules.convert`.
+        dtype: of the parameters; None for that of the checkpoint (float32 for a GGUF).
+
+    Raises:
+        FileNotFoundError, ValueError: see `atb_modules.convert.open_checkpoint`.
+    """
+    return _load(open_checkpoint(path), LayerMode.TRAIN, dtype, "flash")
+
+
+def load_inference_model(path: str | Path, config: InferenceConfig | None = None) -> DecoderModel:
+    """The model of a checkpoint for generating: no gradients, options in `config`; the rest as
+    `load_model`.
+    """
+    config = InferenceConfig() if config is None else config
+    if not isinstance(config, InferenceConfig):
+        raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+    config.validate()
+    model = _load(open_checkpoint(path), LayerMode.INFERENCE, config.dtype, config.attention_type)
+    model.inference_config = config
+    return model
+
+
+def _load(checkpoint: Checkpoint, mode: LayerMode, dtype: torch.dtype | None, attention_type: str) -> DecoderModel:
+    dtype = checkpoint.dtype if dtype is None else dtype
+    with torch.device("meta"):
+        model = DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, dtype=dtype)
+    # Memory of its final size is reserved once and written once: nothing is held twice but the piece that is
+    # read.
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for name, slot in weight_slots(model).items():
+            checkpoint.read_into(name, slot)
+    checkpoint.source.close()
+    model.unused_tensors = checkpoint.unused
+    return model
