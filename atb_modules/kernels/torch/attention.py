@@ -91,7 +91,9 @@ def attention_sdpa(
             attn_mask = visible
         else:
             attn_mask = bias if visible is None else bias.masked_fill(~visible, NEGATIVE_INFINITY)
-            attn_mask = attn_mask.to(q.dtype)
+            # float32 is taken as it is: rounding a bias to a half dtype would cost more than the softmax does
+            if attn_mask.dtype != torch.float32:
+                attn_mask = attn_mask.to(q.dtype)
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
     out = F.scaled_dot_product_attention(

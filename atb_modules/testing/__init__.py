@@ -1,0 +1,16 @@
+"""The parity harness: compare a kernel with the float64 reference. Public, so that users can test their own kernels."""
+
+from atb_modules.testing.memory import poisoned_memory
+from atb_modules.testing.parity import Comparison, assert_parity, compare
+from atb_modules.testing.plain import plain_attention, plain_paged_attention
+from atb_modules.testing.seeds import fresh_generator
+
+__all__ = [
+    "Comparison",
+    "assert_parity",
+    "compare",
+    "fresh_generator",
+    "plain_attention",
+    "plain_paged_attention",
+    "poisoned_memory",
+]

@@ -1,0 +1,61 @@
+"""The plain PyTorch implementation in the inputs' own dtype: the yardstick of rule 1, not a kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules.kernels.torch.attention import bias_and_visible
+from atb_modules.kernels.torch.paged import gather_pages
+from atb_modules.spec import AttentionSpec
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention with every product rounded to the inputs' dtype, as one would write it first; rows without a key 0."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale_for(q.shape[-1])
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    bias, visible = bias_and_visible(spec, q.shape[2], k.shape[2], q.device, mask, alibi_slopes)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    probabilities = torch.softmax(scores.float(), dim=-1).nan_to_num(0.0).to(q.dtype)
+    return torch.matmul(probabilities[..., : k.shape[2]], v)
+
+
+def plain_paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    spec: AttentionSpec,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """``plain_attention`` a row over the tokens gathered from its pages; packed (total, heads, head_dim)."""
+    rows = []
+    starts = cu_seqlens_q.tolist()
+    for row, length in enumerate(kv_lengths.tolist()):
+        k, v = (gather_pages(pages, block_table[row], length).to(q.dtype) for pages in (k_pages, v_pages))
+        row_q = q[starts[row] : starts[row + 1]].transpose(0, 1).unsqueeze(0)
+        out = plain_attention(row_q, k.unsqueeze(0), v.unsqueeze(0), spec, sinks=sinks, alibi_slopes=alibi_slopes)
+        rows.append(out[0].transpose(0, 1))
+    return torch.cat(rows)
