@@ -1,5 +1,16 @@
 """The C++ kernels of the CPU as torch.library ops (namespace ``atb_modules``)."""
 
-from . import library, ops_activation, ops_norm, ops_rotary
+from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_rotary
+from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 
-__all__ = ["library", "ops_activation", "ops_norm", "ops_rotary"]
+__all__ = [
+    "DecodeLayerPlan",
+    "DecodeSettings",
+    "DecodeWeights",
+    "library",
+    "ops_activation",
+    "ops_attention",
+    "ops_linear",
+    "ops_norm",
+    "ops_rotary",
+]

@@ -22,9 +22,7 @@ NOT_BUILT = "native library not built"
 def _candidates() -> list[Path]:
     # An editable installation keeps the sources here and installs the library into site-packages.
     places = [Path(__file__).parent]
-    places += [
-        Path(sysconfig.get_path(key), "atb_modules", "kernels", "cpu") for key in ("platlib", "purelib")
-    ]
+    places += [Path(sysconfig.get_path(key), "atb_modules", "kernels", "cpu") for key in ("platlib", "purelib")]
     return [place / name for place in places for name in _NAMES]
 
 

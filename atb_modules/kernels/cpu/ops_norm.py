@@ -155,8 +155,7 @@ define(
     _meta_one,
 )
 define(
-    "rms_norm.out(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_first, *,"
-    " Tensor(a!) out) -> ()",
+    "rms_norm.out(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_first, *, Tensor(a!) out) -> ()",
     rms_norm_out,
     _meta_out,
 )

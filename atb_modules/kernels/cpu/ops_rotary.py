@@ -13,8 +13,7 @@ def _check_tables(cos: Tensor, sin: Tensor, tokens: int, head_dim: int) -> int:
     """The number of rotated pairs; raises where the tables do not fit."""
     if cos.dim() != 2 or cos.shape[0] != tokens or 2 * cos.shape[1] > head_dim:
         raise ValueError(
-            f"cos must be (tokens, rotary_dim / 2) = ({tokens}, at most {head_dim // 2}),"
-            f" got {tuple(cos.shape)}"
+            f"cos must be (tokens, rotary_dim / 2) = ({tokens}, at most {head_dim // 2}), got {tuple(cos.shape)}"
         )
     check_same("sin", sin, "cos", cos.shape, torch.float32)
     check_same("cos", cos, "sin", cos.shape, torch.float32)
@@ -129,9 +128,7 @@ def _append(
             f" got {tuple(k_pages.shape)}"
         )
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-        raise ValueError(
-            f"k_pages and v_pages must be contiguous, got {k_pages.stride()} and {v_pages.stride()}"
-        )
+        raise ValueError(f"k_pages and v_pages must be contiguous, got {k_pages.stride()} and {v_pages.stride()}")
     check_same("slots", slots, "the tokens of k", (tokens,), torch.int64)
     heads = half = 0
     if q is not None:
@@ -139,9 +136,7 @@ def _append(
         heads = q.shape[1]
         check_same("q", q, "k (heads aside)", (tokens, heads, head_dim), k.dtype)
         if q.numel() and q.stride(2) != 1 and head_dim > 1:
-            raise ValueError(
-                f"q is rotated in place and must have a dense last axis, got strides {q.stride()}"
-            )
+            raise ValueError(f"q is rotated in place and must have a dense last axis, got strides {q.stride()}")
     if cos is not None and sin is not None:
         half = _check_tables(cos, sin, tokens, head_dim)
         cos, sin = cos.contiguous(), sin.contiguous()

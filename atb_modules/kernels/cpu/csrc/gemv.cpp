@@ -1,0 +1,84 @@
+// The inner loops of gemv.h, compiled once for each weight dtype.
+#include "gemv.h"
+
+namespace ATB_ISA {
+
+struct Pair {
+  vf first, second;
+};
+ATB_INLINE Pair load_pair(const float *p) { return {load(p), load(p + W)}; }
+ATB_INLINE Pair load_pair(const f16 *p) { return {load(p), load(p + W)}; }
+ATB_INLINE Pair load_pair(const bf16 *p) {
+  const vu both = load_raw<vu>(p);
+  return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+}
+
+// out[r * stride] = dot(x + r * x_stride, weight) for ROWS rows of activations and one row of weights.
+template <int ROWS, class WT>
+ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int64_t k, float *out) {
+  constexpr int SETS = ROWS == 1 ? 4 : (ROWS == 2 ? 2 : 1);
+  vf even[SETS][ROWS] = {}, odd[SETS][ROWS] = {};
+  int64_t i = 0;
+  for (; i + 2 * W * SETS <= k; i += 2 * W * SETS) {
+#pragma GCC unroll 4
+    for (int s = 0; s < SETS; ++s) {
+      const Pair w = load_pair(weight + i + 2 * W * s);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        even[s][r] += w.first * load(x + r * x_stride + i + 2 * W * s);
+        odd[s][r] += w.second * load(x + r * x_stride + i + 2 * W * s + W);
+      }
+    }
+  }
+  for (; i + 2 * W <= k; i += 2 * W) {
+    const Pair w = load_pair(weight + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      even[0][r] += w.first * load(x + r * x_stride + i);
+      odd[0][r] += w.second * load(x + r * x_stride + i + W);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    vf total = even[0][r] + odd[0][r];
+    for (int s = 1; s < SETS; ++s) total += even[s][r] + odd[s][r];
+    out[r] = sum(total);
+  }
+  for (; i < k; ++i) {
+    const float w = to_float(weight[i]);
+    for (int r = 0; r < ROWS; ++r) out[r] += w * x[r * x_stride + i];
+  }
+}
+
+template <class WT>
+void gemv(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k, int64_t weight_stride,
+          int64_t begin, int64_t end, const float *bias, float *out, int64_t out_stride) {
+  for (int64_t n = begin; n < end; ++n) {
+    const WT *w = weight + n * weight_stride;
+    const float shift = bias ? bias[n] : 0.0f;
+    float dots[4];
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      dot_rows<4>(x + r * x_stride, x_stride, w, k, dots);
+      for (int j = 0; j < 4; ++j) out[(r + j) * out_stride + n] = dots[j] + shift;
+    }
+    if (rows - r >= 2) {
+      dot_rows<2>(x + r * x_stride, x_stride, w, k, dots);
+      for (int j = 0; j < 2; ++j) out[(r + j) * out_stride + n] = dots[j] + shift;
+      r += 2;
+    }
+    if (r < rows) {
+      dot_rows<1>(x + r * x_stride, x_stride, w, k, dots);
+      out[r * out_stride + n] = dots[0] + shift;
+    }
+  }
+}
+
+#define ATB_GEMV(WT)                                                                                           \
+  template void gemv<WT>(const float *, int64_t, int64_t, const WT *, int64_t, int64_t, int64_t, int64_t,      \
+                         const float *, float *, int64_t)
+ATB_GEMV(float);
+ATB_GEMV(bf16);
+ATB_GEMV(f16);
+
+} // namespace ATB_ISA

@@ -1,0 +1,184 @@
+// The inner loops of paged_group.h, compiled once for each page dtype.
+#include "paged_group.h"
+
+namespace ATB_ISA {
+
+constexpr int64_t CHUNK = 64; // keys whose scores are held at a time
+
+// score[g][j] = q[g] . k[j] for the heads of a tile and n keys that lie one after the other.
+template <int G, class P>
+ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, int64_t n, int64_t head_dim, float *score) {
+  const int64_t whole = head_dim / W * W;
+  for (int64_t j = 0; j < n; ++j, k += head_dim) {
+    vf acc[G] = {}, other[G] = {};
+    int64_t d = 0;
+    for (; d + 2 * W <= whole; d += 2 * W) {
+      const vf a = load(k + d), b = load(k + d + W);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        acc[g] += a * load(q + g * q_stride + d);
+        other[g] += b * load(q + g * q_stride + d + W);
+      }
+    }
+    if (d < whole) {
+      const vf a = load(k + d);
+      for (int g = 0; g < G; ++g) acc[g] += a * load(q + g * q_stride + d);
+      d += W;
+    }
+    if (d < head_dim) {
+      const vf a = load_part(k + d, head_dim - d); // the padding of q is zero
+      for (int g = 0; g < G; ++g) acc[g] += a * load(q + g * q_stride + d);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) score[g * CHUNK + j] = sum(acc[g] + other[g]);
+  }
+}
+
+// out[g][d] = out[g][d] * alpha[g] + sum over j of p[g][j] * v[j][d], for VECTORS vectors of channels from d on.
+template <int G, int VECTORS, class P>
+ATB_INLINE void tile_values(const float *p, const P *v, int64_t n, int64_t stride, const float *alpha, float *out,
+                            int64_t out_stride, int64_t tail) {
+  vf acc[G][VECTORS] = {};
+  for (int64_t j = 0; j < n; ++j) {
+    vf value[VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; ++i)
+      value[i] = tail ? load_part(v + j * stride, tail) : load(v + j * stride + i * W);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const vf weight = set1(p[g * CHUNK + j]);
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; ++i) acc[g][i] += weight * value[i];
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; ++i) {
+      float *o = out + g * out_stride + i * W;
+      store(o, load(o) * alpha[g] + acc[g][i]);
+    }
+}
+
+// The softmax of one chunk for one head: scores become weights, maximum and sum move on; returns the factor for
+// what was accumulated before.
+ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int64_t distance, float *m, float *l) {
+  const int64_t padded_n = vector_padded(n);
+  for (int64_t j = n; j < padded_n; ++j) score[j] = -INF;
+  vf top = set1(-INF);
+  for (int64_t j = 0; j < padded_n; j += W) {
+    vf s = load(score + j);
+    if (softcap > 0.0f) {
+      const vf capped = softcap * tanh(s / softcap);
+      s = s == set1(-INF) ? s : capped;
+    }
+    if (slope != 0.0f)
+      for (int i = 0; i < W; ++i) s[i] -= slope * (float)(distance - j - i);
+    store(score + j, s);
+    top = vmax(s, top);
+  }
+  const float m_new = max(top) > *m ? max(top) : *m;
+  const float shift = m_new == -INF ? 0.0f : m_new;
+  vf total = {};
+  for (int64_t j = 0; j < padded_n; j += W) {
+    const vf weight = exp(load(score + j) - shift);
+    store(score + j, weight);
+    total += weight;
+  }
+  const float alpha = exp(set1(*m - shift))[0];
+  *m = m_new;
+  *l = *l * alpha + sum(total);
+  return alpha;
+}
+
+template <int G, class P>
+static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const P *k, const P *v, int64_t n,
+                       int64_t distance, float *m, float *l, float *out) {
+  const int64_t stride = vector_padded(s.head_dim);
+  alignas(64) float score[G * CHUNK];
+  float alpha[G];
+  tile_scores<G>(q, stride, k, n, s.head_dim, score);
+  for (int g = 0; g < G; ++g)
+    alpha[g] = soften(score + g * CHUNK, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, distance, m + g,
+                      l + g);
+  constexpr int VECTORS = W == 16 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W)
+    tile_values<G, VECTORS>(score, v + d, n, s.head_dim, alpha, out + d, stride, 0);
+  for (; d + W <= s.head_dim; d += W) tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride, 0);
+  if (d < s.head_dim)
+    tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
+}
+
+// Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled already.
+template <class P>
+void attend_range(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
+                  float *partial) {
+  const int64_t group = s.group(), stride = vector_padded(s.head_dim);
+  float *m = partial, *l = partial + group, *out = partial + 2 * group;
+  for (int64_t g = 0; g < group; ++g) m[g] = -INF;
+  memset(l, 0, (group + group * stride) * sizeof(float));
+  for (int64_t at = begin; at < end;) {
+    const int64_t offset = at % s.page_size;
+    const int64_t n = min64(min64(CHUNK, s.page_size - offset), end - at);
+    const int64_t page = s.block_table[b * s.max_blocks + at / s.page_size];
+    const int64_t start = ((page * s.kv_heads + h) * s.page_size + offset) * s.head_dim;
+    const P *k = (const P *)s.k_pages + start, *v = (const P *)s.v_pages + start;
+    const int64_t distance = s.kv_lengths[b] - 1 - at;
+    for (int64_t g = 0; g < group;) {
+      const float *qg = q + g * stride;
+      float *og = out + g * stride;
+      const int64_t head = h * group + g, left = group - g;
+      if (left >= 4) {
+        tile_chunk<4>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        g += 4;
+      } else if (left == 3) {
+        tile_chunk<3>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        g += 3;
+      } else if (left == 2) {
+        tile_chunk<2>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        g += 2;
+      } else {
+        tile_chunk<1>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        g += 1;
+      }
+    }
+    at += n;
+  }
+}
+
+#define ATB_ATTEND(P)                                                                                          \
+  template void attend_range<P>(const PagedKeys &, const float *, int64_t, int64_t, int64_t, int64_t, float *)
+ATB_ATTEND(float);
+ATB_ATTEND(bf16);
+ATB_ATTEND(f16);
+
+void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out, float *lse) {
+  const int64_t group = s.group(), stride = vector_padded(s.head_dim), n = s.visible(b);
+  int64_t at = n * h;
+  for (int64_t row = 0; row < b; ++row) at += s.visible(row) * s.kv_heads;
+  const int64_t total = total_keys(s), unit = b * s.kv_heads + h;
+  for (int64_t g = 0; g < group; ++g) {
+    float *o = out + g * s.head_dim;
+    float top = s.sinks ? s.sinks[h * group + g] : -INF, l = s.sinks ? 1.0f : 0.0f;
+    memset(o, 0, s.head_dim * sizeof(float));
+    for (int t = 0; t < count && n > 0; ++t) {
+      const Range r = share(total, t, count);
+      if (r.end <= at || r.begin >= at + n || r.begin >= r.end) continue;
+      const float *partial = partials + (unit + t) * s.partial_size();
+      const float m = partial[g], *po = partial + 2 * group + g * stride;
+      const float m_new = m > top ? m : top, shift = m_new == -INF ? 0.0f : m_new;
+      const float keep = exp(set1(top - shift))[0], add = exp(set1(m - shift))[0];
+      l = l * keep + partial[group + g] * add;
+      int64_t d = 0;
+      for (; d + W <= s.head_dim; d += W) store(o + d, load(o + d) * keep + load(po + d) * add);
+      for (; d < s.head_dim; ++d) o[d] = o[d] * keep + po[d] * add;
+      top = m_new;
+    }
+    const float inverse = l > 0.0f || l != l ? 1.0f / l : 0.0f;
+    for (int64_t d = 0; d < s.head_dim; ++d) o[d] *= inverse;
+    if (lse) lse[g] = l > 0.0f || l != l ? top + __builtin_logf(l) : -INF;
+  }
+}
+
+} // namespace ATB_ISA
