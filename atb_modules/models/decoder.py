@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atb_modules.attention import AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, RotaryEmbedding
 from atb_modules.attention.masking import pack_padded, unpack_padded
+from atb_modules.inference.generation import generate
 from atb_modules.layer import LayerMode, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import MLPConfig
@@ -235,6 +236,9 @@ class DecoderModel(nn.Module):
         logits = self.lm_head(x)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    # The documented function itself, as a method.
+    generate = generate
 
     def extra_repr(self) -> str:
         config = self.config

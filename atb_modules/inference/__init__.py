@@ -1,0 +1,1 @@
+"""Generation: prompts in, tokens out, over the paged cache; and the plan for steps of one token."""

@@ -1,0 +1,64 @@
+"""Sampler: the next token of each row from its logits: greedy, or drawn with temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Sampler:
+    """Chooses tokens.
+
+    Args:
+        temperature: logits are divided by it; 0 is greedy. None: greedy, or 1 when top_k or top_p is given.
+        top_k: draw from this many likeliest tokens.
+        top_p: draw from the smallest set of likeliest tokens whose probabilities add up to at least this
+            (nucleus sampling, Holtzman et al., 2020), after temperature and top_k.
+        generator, seed: where randomness comes from; give at most one.
+    """
+
+    def __init__(
+        self,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if temperature is None:
+            temperature = 0.0 if top_k is None and top_p is None else 1.0
+        if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature!r}; allowed: a finite number of at least 0")
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"top_k is {top_k!r}; allowed: a positive int")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p!r}; allowed: 0 < top_p <= 1")
+        if generator is not None and seed is not None:
+            raise ValueError("generator and seed are both given; allowed: one of them")
+        self.temperature, self.top_k, self.top_p = float(temperature), top_k, top_p
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+        self.generator = generator
+
+    def __call__(self, logits: Tensor) -> list[int]:
+        """One token id a row of logits (rows, vocab_size)."""
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1).tolist()
+        probabilities = self.probabilities(logits)
+        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1).tolist()
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What is drawn from, float32 (rows, vocab_size)."""
+        scores = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        probabilities = scores.softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            # A token stays when those likelier than it do not reach top_p yet, so the likeliest always stays.
+            beyond = ordered.cumsum(dim=-1) - ordered >= self.top_p
+            ordered = ordered.masked_fill(beyond, 0.0)
+            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+            probabilities /= probabilities.sum(dim=-1, keepdim=True)
+        return probabilities
