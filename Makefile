@@ -1,5 +1,5 @@
 # Two commands set everything up from nothing: `make demo` and `make test`. Others: bench, format, sanitize, clean.
-PYTHON ?= python3.11
+PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(wildcard atb_modules/kernels/cpu/csrc/*) CMakeLists.txt pyproject.toml

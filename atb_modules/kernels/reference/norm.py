@@ -26,7 +26,7 @@ def rms_norm_reference(
         return normed.to(x.dtype)
     scale = weight.to(compute) + weight_offset
     if cast_first:
-        return (normed.to(x.dtype).to(compute) * scale.to(weight.dtype).to(compute)).to(x.dtype)
+        return (normed.to(x.dtype).to(compute) * scale).to(x.dtype)
     return (normed * scale).to(x.dtype)
 
 

@@ -15,10 +15,16 @@ from atb_modules.strategies import LinearStrategy
 SLOW_HALF_FACTOR = 6.0
 #: Rows from which converting the weight to float32 pays there.
 FLOAT32_ROWS = 16
+#: Read once: the processor does not change, and torch.compile cannot trace the question.
+BFLOAT16_UNITS = bool(
+    (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    and torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``; a weight of another dtype than x is converted to it first (under autocast, by autocast).
+    """``F.linear`` in the wider of x's and the weight's dtype (under autocast, in autocast's).
 
     On a CPU without units for x's half precision, more than a few rows are computed in float32: six times as fast.
     """
@@ -27,18 +33,14 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     if _in_float32(x.device.type, x.dtype, x.numel() // max(x.shape[-1], 1)):
         wide_bias = None if bias is None else bias.float()
         return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-    if x.dtype != weight.dtype:
-        weight = weight.to(x.dtype)
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
-    return F.linear(x, weight, bias)
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    bias = None if bias is None else bias.to(wide)
+    return F.linear(x.to(wide), weight.to(wide), bias).to(x.dtype)
 
 
 def cpu_has_half_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` by units of its own."""
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return False
+    """Whether this CPU multiplies matrices of ``dtype`` by units of its own, and oneDNN may use them."""
+    return dtype == torch.bfloat16 and BFLOAT16_UNITS
 
 
 def _in_float32(device_type: str, dtype: torch.dtype, rows: int) -> bool:
@@ -61,9 +63,9 @@ def _cost(spec: None, traits: LinearTraits) -> Cost:
         calls += 3.0
     elif half and traits.device_type == "cpu":
         operations *= 0.25 if cpu_has_half_units(traits.dtype) else SLOW_HALF_FACTOR
-    elif traits.dtype != traits.weight_dtype:
-        moved += 2.0 * weights * traits.dtype.itemsize
-        calls += 1.0
+    if traits.dtype != traits.weight_dtype:
+        moved += 8.0 * weights
+        calls += 2.0
     return Cost(operations=operations, bytes=moved, calls=calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,8 +24,9 @@ def activation_torch(x: Tensor, kind: str) -> Tensor:
 
 
 def gated_activation_torch(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """``activation(gate) * up``."""
-    return activation_torch(gate, kind) * up
+    """``activation(gate) * up``, rounded once."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (activation_torch(gate.to(wide), kind) * up.to(wide)).to(gate.dtype)
 
 
 def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def rms_norm_torch(
     if weight_offset:
         scale = scale + weight_offset
     if cast_first:
-        return (normed.to(x.dtype) * scale.to(weight.dtype)).to(x.dtype)
+        return (normed.to(x.dtype) * scale).to(x.dtype)
     return (normed * scale).to(x.dtype)
 
 
