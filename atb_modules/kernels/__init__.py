@@ -1,3 +1,3 @@
 """Kernels: the registry, and one folder a backend. Importing this package registers every kernel."""
 
-from atb_modules.kernels import reference, torch  # noqa: F401  (registration)
+from atb_modules.kernels import cpu, reference, torch  # noqa: F401  (registration)

@@ -1,6 +1,6 @@
 """The C++ kernels of the CPU as torch.library ops (namespace ``atb_modules``)."""
 
-from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_rotary
+from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_rotary, records
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "ops_linear",
     "ops_norm",
     "ops_rotary",
+    "records",
 ]

@@ -1,0 +1,279 @@
+"""The registry's records of the native CPU kernels: what they cannot do, and what they cost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.registry import Kernel, register
+from atb_modules.kernels.traits import (
+    ActivationTraits,
+    AttentionTraits,
+    CacheAppendTraits,
+    LinearTraits,
+    NormTraits,
+    PagedAttentionTraits,
+    RotaryTraits,
+)
+from atb_modules.spec import AttentionSpec, Causal
+from atb_modules.strategies import (
+    AttentionStrategy,
+    CacheStrategy,
+    LinearStrategy,
+    MLPStrategy,
+    NormStrategy,
+    RotaryStrategy,
+)
+
+from . import library, structs
+from .ops_linear import GEMV_ROWS
+
+_OPS = torch.ops.atb_modules
+#: asked once: whether there is a library does not change, and torch.compile cannot trace the question
+_UNAVAILABLE = library.unavailable_reason()
+
+
+def _supported(parameter: Tensor | None) -> Tensor | None:
+    """A weight in a dtype that the kernels read; float64 is rounded to the float32 that they compute in."""
+    return parameter if parameter is None or parameter.dtype in structs.DTYPES else parameter.float()
+
+
+def rms_norm_cpu(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_first: bool = False
+) -> Tensor:
+    """One native pass over each row."""
+    return _OPS.rms_norm(x, _supported(weight), eps, weight_offset, cast_first)
+
+
+def add_rms_norm_cpu(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The sum and its norm in one native pass over each row."""
+    return _OPS.add_rms_norm(x, residual, _supported(weight), eps, weight_offset, cast_first)
+
+
+def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """One native pass over each row."""
+    return _OPS.layer_norm(x, _supported(weight), _supported(bias), eps)
+
+
+def add_layer_norm_cpu(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum and its norm in one native pass over each row."""
+    return _OPS.add_layer_norm(x, residual, _supported(weight), _supported(bias), eps)
+
+
+def gated_activation_cpu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """One native pass; halves of a fused product are read in place."""
+    return _OPS.gated_activation(gate, up, kind)
+
+
+def rotary_cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (tokens, heads, head_dim) of any strides, cos and sin (tokens, rotary_dim / 2)."""
+    return _OPS.rotary(x, cos, sin, interleaved)
+
+
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Few rows by the native GEMV, more in float32 panels."""
+    return _OPS.linear(x, weight, bias)
+
+
+def cache_append_cpu(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Keys and values to their slots, converted on the way."""
+    _OPS.cache_append(k, v, k_pages, v_pages, slots)
+
+
+def rotary_append_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+) -> None:
+    """Queries rotated in place, keys rotated on their way into the pages."""
+    _OPS.rotary_append(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
+
+
+def _static(spec: AttentionSpec, head_dim: int) -> tuple[int, int, float, float]:
+    """(left, right, scale, softcap) as the ops take them."""
+    left = -1 if spec.left is None else spec.left
+    right = -1 if spec.right is None else spec.right
+    return left, right, spec.scale_for(head_dim), spec.softcap or 0.0
+
+
+def attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Flash attention with a query in each vector lane; any strides, grouped heads share what is read."""
+    causal = 0 if not spec.is_causal else 2 if spec.causal is Causal.TOP_LEFT else 1
+    out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, causal, *_static(spec, q.shape[-1]))
+    return out, lse if need_lse else None
+
+
+def paged_attention_cpu(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    spec: AttentionSpec,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Reads the pages in place, only the tokens that some query sees."""
+    out, lse = _OPS.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        kv_lengths,
+        cu_seqlens_q,
+        sinks,
+        alibi_slopes,
+        spec.is_causal,
+        *_static(spec, q.shape[-1]),
+    )
+    return out, lse if need_lse else None
+
+
+def _common(*dtypes: torch.dtype) -> list[str]:
+    reasons = []
+    if _UNAVAILABLE is not None:
+        reasons.append(_UNAVAILABLE)
+    for dtype in dict.fromkeys(dtypes):
+        if dtype not in structs.DTYPES:
+            reasons.append(f"the CPU kernels know float32, bfloat16 and float16, not {dtype}")
+    return reasons
+
+
+def _plain_reasons(spec: None, traits: NormTraits | ActivationTraits | RotaryTraits) -> tuple[str, ...]:
+    return tuple(_common(traits.dtype))
+
+
+def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
+    return tuple(_common(traits.dtype, traits.page_dtype))
+
+
+def _linear_reasons(spec: None, traits: LinearTraits) -> tuple[str, ...]:
+    reasons = _common(traits.dtype, traits.weight_dtype)
+    if traits.autocast:
+        reasons.append("autocast decides the dtype of the product")
+    return tuple(reasons)
+
+
+def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
+    reasons = _common(traits.dtype)
+    if traits.requires_grad:
+        reasons.append("the CPU attention kernel has no backward")
+    if traits.dropout:
+        reasons.append("the CPU attention kernel has no dropout")
+    if traits.value_dim != traits.head_dim:
+        reasons.append(
+            f"value_dim {traits.value_dim} must equal head_dim {traits.head_dim} in the CPU attention kernel"
+        )
+    return tuple(reasons)
+
+
+def _paged_reasons(spec: AttentionSpec, traits: PagedAttentionTraits) -> tuple[str, ...]:
+    return tuple(_common(traits.dtype, traits.page_dtype))
+
+
+def _norm_cost(spec: None, traits: NormTraits) -> Cost:
+    tensors = 4.0 if traits.fused_add else 2.0
+    return Cost(bytes=tensors * traits.dtype.itemsize * traits.rows * traits.width)
+
+
+def _activation_cost(spec: None, traits: ActivationTraits) -> Cost:
+    return Cost(bytes=3.0 * traits.dtype.itemsize * traits.rows * traits.width)
+
+
+def _rotary_cost(spec: None, traits: RotaryTraits) -> Cost:
+    elements = 1.0 * traits.tokens * traits.num_heads * traits.head_dim
+    # Interleaved pairs are rotated one at a time.
+    return Cost(bytes=(6.0 if traits.interleaved else 2.0) * traits.dtype.itemsize * elements)
+
+
+def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
+    elements = 2.0 * traits.tokens * traits.num_kv_heads * traits.head_dim
+    return Cost(bytes=(traits.dtype.itemsize + traits.page_dtype.itemsize) * elements)
+
+
+def _linear_cost(spec: None, traits: LinearTraits) -> Cost:
+    weights = 1.0 * traits.in_features * traits.out_features
+    operations = 2.0 * traits.rows * weights
+    moved = traits.weight_dtype.itemsize * weights
+    if traits.rows <= GEMV_ROWS:
+        return Cost(operations=operations, bytes=moved)
+    # The panels' products are torch's: its rate is higher than the one of our kernels.
+    if traits.weight_dtype != torch.float32:
+        moved += 8.0 * weights
+    if traits.dtype != torch.float32:
+        moved += 8.0 * traits.rows * (traits.in_features + traits.out_features)
+    return Cost(operations=0.73 * operations, bytes=moved, calls=1.0 + traits.out_features // 1024)
+
+
+def _visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
+    """The share of the scores that lies in tiles which some query sees."""
+    width = float(kv_len)
+    if spec.left is not None and spec.right is not None:
+        width = min(width, spec.left + spec.right + 128.0)
+    if spec.is_causal and spec.left is None:
+        width = min(width, max(kv_len - 0.5 * q_len, 0.5 * kv_len) + 64.0)
+    return width / kv_len if kv_len else 1.0
+
+
+def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+    scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
+    scores *= _visible_share(spec, traits.q_len, traits.kv_len)
+    operations = 4.0 * scores * traits.head_dim
+    if traits.mask == "float" or traits.mask == "bool":
+        operations += 60.0 * scores
+    if spec.softcap is not None:
+        operations += 40.0 * scores
+    return Cost(operations=operations)
+
+
+def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
+    kv_len = traits.max_blocks * traits.page_size
+    q_len = max(traits.total // max(traits.batch, 1), 1)
+    share = _visible_share(spec, q_len, kv_len)
+    read = 2.0 * traits.batch * traits.num_kv_heads * kv_len * traits.head_dim * traits.page_dtype.itemsize
+    operations = 4.0 * traits.num_heads * traits.total * kv_len * traits.head_dim
+    return Cost(operations=share * operations, bytes=share * read)
+
+
+_CPU = ("cpu",)
+register(Kernel("rms_norm", NormStrategy.CPU, rms_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("add_rms_norm", NormStrategy.CPU, add_rms_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("layer_norm", NormStrategy.CPU, layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("add_layer_norm", NormStrategy.CPU, add_layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("gated_activation", MLPStrategy.CPU, gated_activation_cpu, _plain_reasons, _activation_cost, _CPU))
+register(Kernel("rotary", RotaryStrategy.CPU, rotary_cpu, _plain_reasons, _rotary_cost, _CPU))
+register(Kernel("linear", LinearStrategy.CPU, linear_cpu, _linear_reasons, _linear_cost, _CPU))
+register(Kernel("cache_append", CacheStrategy.CPU, cache_append_cpu, _append_reasons, _append_cost, _CPU))
+register(Kernel("rotary_append", CacheStrategy.CPU, rotary_append_cpu, _append_reasons, _append_cost, _CPU))
+register(Kernel("attention", AttentionStrategy.CPU, attention_cpu, _attention_reasons, _attention_cost, _CPU))
+register(Kernel("paged_attention", AttentionStrategy.CPU, paged_attention_cpu, _paged_reasons, _paged_cost, _CPU))
