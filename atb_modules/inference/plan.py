@@ -1,5 +1,9 @@
 """DecodeStep: logits of the next token of every open row, by the shortest road that the model and machine
 allow.
+
+The short road is one native call a layer (`DecodeLayerPlan`) between the embedding and the head, over
+pointers and a workspace that are made once. The long road runs the modules; it is the reference and the
+fallback, and the registry logs why (logger `atb_modules.kernels`, op `decode_layer`).
 """
 
 from __future__ import annotations
@@ -9,10 +13,67 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from atb_modules.attention import KVCacheManager
+from atb_modules.attention import CacheStep, KVCacheManager, RotaryEmbedding
+from atb_modules.kernels.cpu import DecodeLayerPlan
+from atb_modules.kernels.cpu.decode_layer import MAX_BATCH
+from atb_modules.kernels.registry import resolve
+from atb_modules.linear import linear
+from atb_modules.norm import rms_norm
+from atb_modules.strategies import DecodeStrategy
+
+from .layer_plan import layer_traits, norm_weight
 
 if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
+
+_TABLE_STEP = 1024
+
+
+class RotaryTable:
+    """cos and sin of positions 0 to n - 1, made once; rows are looked up."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        self.rotary = rotary
+        self.cos = self.sin = torch.empty(0, 0)
+
+    def __call__(self, step: CacheStep) -> tuple[Tensor, Tensor]:
+        """cos and sin (rows, rotary_dim / 2) of a step of one token a row."""
+        longest = step.max_kv_length
+        if self.rotary.depends_on_length:
+            return self.rotary(step.positions, longest)
+        if longest > self.cos.shape[0]:
+            size = -(-longest // _TABLE_STEP) * _TABLE_STEP
+            self.cos, self.sin = self.rotary(torch.arange(size))
+        if len(step.past_lengths) == 1:
+            position = step.past_lengths[0]
+            return self.cos.narrow(0, position, 1), self.sin.narrow(0, position, 1)
+        return self.cos.index_select(0, step.positions), self.sin.index_select(0, step.positions)
+
+
+class NativeRoad:
+    """The plans of all layers over one cache, with the final norm and the head."""
+
+    def __init__(self, model: DecoderModel, cache: KVCacheManager, plans: list[DecodeLayerPlan]) -> None:
+        self.model = model
+        for plan in plans[1:]:
+            plan.share_workspace(plans[0])
+        self.tables = {config: RotaryTable(rotary) for config, rotary in model.rotary.items()}
+        runs = [plan.run for plan in plans]
+        self.layers = list(zip(runs, model.config.rotary, range(len(plans)), strict=True))
+        self.norm_weight = norm_weight(model.norm)
+
+    def __call__(self, tokens: Tensor, step: CacheStep) -> Tensor:
+        model = self.model
+        hidden = model.embed_tokens(tokens).float()
+        tables = {config: table(step) for config, table in self.tables.items()}
+        lengths = step.kv_lengths
+        for run, config, index in self.layers:
+            cos, sin = tables[config]
+            run(hidden, cos, sin, step.slots(index), step.block_table(index), lengths)
+        norm = model.norm.config
+        normed = rms_norm(hidden, self.norm_weight, norm.eps, weight_offset=norm.weight_offset)
+        logits = linear(normed, model.lm_head.weight, strategy=model.lm_head.strategy)
+        return model.cap_logits(logits)
 
 
 class DecodeStep:
@@ -26,9 +87,32 @@ class DecodeStep:
     def __init__(self, model: DecoderModel, cache: KVCacheManager) -> None:
         self.model = model
         self.cache = cache
+        self._native: NativeRoad | None = None
+        self._chosen_for = 0
+
+    def _choose(self, batch: int) -> None:
+        """The road for this many rows or fewer; every layer must be able to take the native one."""
+        fused = self.model.inference_config.enable_inference_fusion
+        asked = DecodeStrategy.AUTO if fused else DecodeStrategy.MODULES
+        kernels = {
+            traits: resolve("decode_layer", None, traits, asked)
+            for traits in {layer_traits(layer, self.cache.dtype, batch) for layer in self.model.decoder_layers}
+        }
+        self._native = None
+        if all(kernel.strategy is DecodeStrategy.CPU for kernel in kernels.values()):
+            build = next(iter(kernels.values())).function
+            plans = [build(layer, self.cache, batch) for layer in self.model.decoder_layers]
+            self._native = NativeRoad(self.model, self.cache, plans)
+        self._chosen_for = batch
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Appends one token to every row; logits (rows, vocab_size) of what follows."""
+        batch = len(tokens)
+        # Rows only ever leave: once there are few enough for the native road, it is looked at again.
+        if not self._chosen_for or batch <= MAX_BATCH < self._chosen_for:
+            self._choose(batch)
         step = self.cache.step(1)
-        hidden = self.model.run_packed(torch.tensor(tokens, device=self.model.device), step, self.cache)
-        return self.model.head(hidden)
+        ids = torch.tensor(tokens, device=self.model.device)
+        if self._native is not None:
+            return self._native(ids, step)
+        return self.model.head(self.model.run_packed(ids, step, self.cache))

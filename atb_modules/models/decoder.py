@@ -91,7 +91,7 @@ class DecoderModel(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
         self.inference_config = InferenceConfig()
         self.unused_tensors: tuple[str, ...] = ()
-        self._rotary = {rotary: RotaryEmbedding(config.head_dim, rotary) for rotary in set(config.rotary)}
+        self.rotary = {rotary: RotaryEmbedding(config.head_dim, rotary) for rotary in set(config.rotary)}
         self.tie_weights()
         if self.mode is LayerMode.INFERENCE:
             self.requires_grad_(False)
@@ -101,6 +101,11 @@ class DecoderModel(nn.Module):
         """Makes the head the embedding again, where the configuration says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed.weight
+
+    @property
+    def decoder_layers(self) -> list[TransformerLayer]:
+        """The layers, as what they are."""
+        return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
 
     @property
     def device(self) -> torch.device:
@@ -214,7 +219,7 @@ class DecoderModel(nn.Module):
 
     def rotary_tables(self, position_ids: Tensor, length: int) -> RotaryTables:
         """cos and sin of the positions, once for all layers that share a setting."""
-        return {config: rotary(position_ids, length) for config, rotary in self._rotary.items()}
+        return {config: rotary(position_ids, length) for config, rotary in self.rotary.items()}
 
     def run_packed(
         self,
@@ -233,7 +238,10 @@ class DecoderModel(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (..., vocab_size) of normed hidden states."""
-        logits = self.lm_head(x)
+        return self.cap_logits(self.lm_head(x))
+
+    def cap_logits(self, logits: Tensor) -> Tensor:
+        """`cap * tanh(logits / cap)` where the configuration has a cap."""
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
