@@ -93,6 +93,7 @@ class DecoderModel(nn.Module):
         self.unused_tensors: tuple[str, ...] = ()
         self.rotary = {rotary: RotaryEmbedding(config.head_dim, rotary) for rotary in set(config.rotary)}
         self.tie_weights()
+        self.register_load_state_dict_pre_hook(_fill_tied_head)
         if self.mode is LayerMode.INFERENCE:
             self.requires_grad_(False)
             self.eval()
@@ -251,6 +252,13 @@ class DecoderModel(nn.Module):
     def extra_repr(self) -> str:
         config = self.config
         return f"family={config.family}, tied={config.tie_word_embeddings}, mode={self.mode.value}"
+
+
+def _fill_tied_head(model: DecoderModel, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """A tied head may be left out of a state dict."""
+    embed = prefix + "embed.weight"
+    if model.config.tie_word_embeddings and embed in state_dict:
+        state_dict.setdefault(prefix + "lm_head.weight", state_dict[embed])
 
 
 def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
