@@ -189,8 +189,8 @@ class TransformerLayer(nn.Module):
         if use_cache and cache is None:
             cache = self._own_cache(hidden_states)
         if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
-            wanted = "required" if self.layer_type is LayerType.CROSS_DECODER else "None"
-            raise ValueError(f"layer_type is {self.layer_type.value!r}: encoder_hidden_states must be {wanted}")
+            wanted = "needs" if self.layer_type is LayerType.CROSS_DECODER else "takes no"
+            raise ValueError(f"layer_type is {self.layer_type.value!r}, which {wanted} encoder_hidden_states")
         options = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.kernels.registry import resolve
-from atb_modules.kernels.traits import LinearTraits
+from atb_modules.kernels.traits import LinearTraits, count
 from atb_modules.strategies import LinearStrategy, parse_enum
 
 
@@ -31,14 +33,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
     requires_grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
     traits = LinearTraits(
         device_type=x.device.type,
         dtype=x.dtype,
         weight_dtype=weight.dtype,
-        rows=rows,
+        rows=count(x.shape[:-1]),
         in_features=weight.shape[1],
         out_features=weight.shape[0],
         has_bias=bias is not None,
@@ -85,15 +84,22 @@ def fuse_on_load(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
     ``fused`` names a Linear child; where a state dict has ``parts`` (say q_proj, k_proj, v_proj) they are joined along
     the output axis in that order.
     """
+    module.register_load_state_dict_pre_hook(_FuseOnLoad(fused, parts))
 
-    def hook(module, state_dict, prefix, *args) -> None:
+
+@dataclass(frozen=True)
+class _FuseOnLoad:
+    """The hook behind ``fuse_on_load``; a class, because modules are pickled with their hooks."""
+
+    fused: str
+    parts: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         for kind in ("weight", "bias"):
-            keys = [f"{prefix}{part}.{kind}" for part in parts]
+            keys = [f"{prefix}{part}.{kind}" for part in self.parts]
             found = [key for key in keys if key in state_dict]
             if found and len(found) < len(keys):
-                missing = sorted(set(keys) - set(found))
-                raise ValueError(f"state_dict has {', '.join(found)} but not {', '.join(missing)}; {fused} needs all")
+                missing = ", ".join(key for key in keys if key not in found)
+                raise ValueError(f"state_dict has {', '.join(found)} but not {missing}; {self.fused} needs all")
             if found:
-                state_dict[f"{prefix}{fused}.{kind}"] = torch.cat([state_dict.pop(key) for key in keys])
-
-    module.register_load_state_dict_pre_hook(hook)
+                state_dict[f"{prefix}{self.fused}.{kind}"] = torch.cat([state_dict.pop(key) for key in keys])

@@ -158,7 +158,8 @@ class Attention(nn.Module):
             qkv = SeparateQKV(*separate, num_heads, num_kv_heads)  # type: ignore[arg-type]  # checked above
         if cross and qkv_proj is not None:
             raise ValueError("cross is True; cross attention needs q_proj, k_proj and v_proj, not qkv_proj")
-        hidden_size = num_heads * head_dim if o_proj is None else _out_features(o_proj)
+        merged = o_proj is None or isinstance(o_proj, nn.Identity)
+        hidden_size = num_heads * head_dim if merged else _out_features(o_proj)
         config = config if config is not None else AttentionConfig()
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -192,7 +193,8 @@ class Attention(nn.Module):
             position_ids: integers (B, L), (L,) or packed (T,); default counts up from 0, or from the cache's length.
             key_value_states: for cross attention, (B, S, kv_hidden_size), or the pair that ``project_keys_values``
                 returned for it.
-            kv_cache: append to this cache and attend to all of it. Such a call is not differentiable.
+            kv_cache: append to this cache and attend to all of it; its open sequences are the rows (opened where
+                none are). Such a call is not differentiable.
             cache_step: the step all layers share; None lets this layer open its own.
             rotary_tables: cos and sin, where the model computed them once for all layers.
 
@@ -274,6 +276,12 @@ class Attention(nn.Module):
                 shape = (real.shape[0], real.shape[1])
                 position_ids = position_ids.expand(shape)[real]
             if step is None:
+                if kv_cache.batch_size == 0:
+                    kv_cache.begin(len(lengths))
+                if kv_cache.batch_size != len(lengths):
+                    raise ValueError(
+                        f"hidden_states has batch {len(lengths)}; the cache has {kv_cache.batch_size} open sequences"
+                    )
                 step = kv_cache.layer_step(layer_idx, lengths)
         elif step is None:
             raise ValueError(

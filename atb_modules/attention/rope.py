@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.attention.rope_scaling import RotaryScaling, attention_factor, scaled_frequencies
 from atb_modules.kernels.registry import resolve
-from atb_modules.kernels.traits import RotaryTraits
+from atb_modules.kernels.traits import RotaryTraits, count
 from atb_modules.strategies import parse_enum
 
 
@@ -147,7 +147,7 @@ def rotary(
     traits = RotaryTraits(
         device_type=x.device.type,
         dtype=x.dtype,
-        tokens=tokens.numel() if isinstance(tokens, torch.Size) else 0,
+        tokens=count(tokens),
         num_heads=heads,
         head_dim=head_dim,
         rotary_dim=2 * cos.shape[-1],

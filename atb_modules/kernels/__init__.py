@@ -1,3 +1,6 @@
-"""Kernels: the registry, and one folder a backend. Importing this package registers every kernel."""
+"""Kernels: the registry, and one folder a backend. Importing this package registers every kernel.
 
-from atb_modules.kernels import cpu, reference, torch  # noqa: F401  (registration)
+The order of registration is the order of preference where costs do not decide.
+"""
+
+from atb_modules.kernels import cpu, torch, reference  # noqa: F401, I001  (registration, in this order)

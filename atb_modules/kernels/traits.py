@@ -6,9 +6,18 @@ Sizes may be symbolic while torch.compile traces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+
+def count(sizes: Sequence[int]) -> int:
+    """Product of sizes that may be symbolic; ``torch.Size.numel`` would fix them to numbers."""
+    product = 1
+    for size in sizes:
+        product = product * size
+    return product
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.torch.mlp import activation_torch
-from atb_modules.kernels.traits import ActivationTraits
+from atb_modules.kernels.traits import ActivationTraits, count
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -31,7 +31,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", *, strategy: 
         device_type=gate.device.type,
         dtype=gate.dtype,
         kind=kind,
-        rows=gate[..., 0].numel() if width else 0,
+        rows=count(gate.shape[:-1]),
         width=width,
         requires_grad=torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad),
         contiguous=gate.is_contiguous() and up.is_contiguous(),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.kernels.registry import Kernel, resolve
-from atb_modules.kernels.traits import NormTraits
+from atb_modules.kernels.traits import NormTraits, count
 
 
 def rms_norm(
@@ -39,6 +39,7 @@ def add_rms_norm(
     strategy: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    x, residual = _autocast(x, residual)
     kernel = _resolve("add_rms_norm", x, residual, (weight,), strategy)
     return kernel.function(_input(kernel, x), _input(kernel, residual), weight, eps, weight_offset, cast_first)
 
@@ -66,8 +67,17 @@ def add_layer_norm(
     strategy: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    x, residual = _autocast(x, residual)
     kernel = _resolve("add_layer_norm", x, residual, (weight, bias), strategy)
     return kernel.function(_input(kernel, x), _input(kernel, residual), weight, bias, eps)
+
+
+def _autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast a branch comes back in half precision while the residual stream is float32: the wider of both."""
+    if x.dtype != residual.dtype and torch.is_autocast_enabled(x.device.type):
+        wide = torch.promote_types(x.dtype, residual.dtype)
+        return x.to(wide), residual.to(wide)
+    return x, residual
 
 
 def _input(kernel: Kernel, x: Tensor) -> Tensor:
@@ -96,7 +106,7 @@ def _resolve(
     traits = NormTraits(
         device_type=x.device.type,
         dtype=x.dtype,
-        rows=x[..., 0].numel() if width else 0,
+        rows=count(x.shape[:-1]),
         width=width,
         fused_add=residual is not None,
         requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),

@@ -5,7 +5,7 @@
 
 namespace ATB_ISA {
 
-// weight + offset in float32, rounded to T when the product is taken in T; null when there is nothing to apply.
+// weight + offset in float32; null when there is nothing to apply.
 template <class T, class WT> static float *prepare(const atb_norm_args *a, const WT *weight, bool offset) {
   if (!weight) return nullptr;
   float *prepared = (float *)malloc((a->width + W) * sizeof(float));
@@ -13,7 +13,6 @@ template <class T, class WT> static float *prepare(const atb_norm_args *a, const
     const int64_t n = min64(W, a->width - i);
     vf w = n == W ? load(weight + i) : load_part(weight + i, n);
     if (offset) w = w + a->weight_offset;
-    if (a->cast_first) w = round_to<T>(w);
     store(prepared + i, w);
   }
   return prepared;
