@@ -57,4 +57,20 @@ void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n, float
     }
 }
 
+void fold_sums(const Scratch &s, int vectors, int64_t head_dim, const float *m, float *l, float *total_m,
+               float *total_l) {
+  for (int v = 0; v < vectors; ++v) {
+    const vf top = load(m + v * W);
+    const vf factor = exp(load(total_m + v * W) - (top == set1(-INF) ? (vf){} : top));
+    store(total_m + v * W, top);
+    store(total_l + v * W, load(total_l + v * W) * factor + load(l + v * W));
+    store(l + v * W, (vf){});
+    for (int64_t d = 0; d < head_dim; ++d) {
+      float *total = s.total + d * LANES + v * W, *out = s.out + d * LANES + v * W;
+      store(total, load(total) * factor + load(out));
+      store(out, (vf){});
+    }
+  }
+}
+
 } // namespace ATB_ISA

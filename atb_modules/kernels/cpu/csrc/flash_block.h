@@ -24,12 +24,13 @@ struct Block {
 
 // Memory of one thread, in floats.
 struct Scratch {
-  float *q, *out, *score, *k, *v;
-  static int64_t size(int64_t head_dim) { return 2 * head_dim * LANES + KEYS * LANES + 2 * KEYS * head_dim + 64; }
+  float *q, *out, *total, *score, *k, *v;
+  static int64_t size(int64_t head_dim) { return 3 * head_dim * LANES + KEYS * LANES + 2 * KEYS * head_dim + 64; }
   Scratch(float *base, int64_t head_dim) {
     q = base;
     out = q + head_dim * LANES;
-    score = out + head_dim * LANES;
+    total = out + head_dim * LANES;
+    score = total + head_dim * LANES;
     k = score + KEYS * LANES;
     v = k + KEYS * head_dim;
   }
@@ -52,6 +53,14 @@ template <class P> ATB_INLINE const float *as_float_row(const P *row, float *spa
 // Everything between the product and the softmax: softcap, ALiBi, mask, and the lanes' own key ranges.
 void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n, float softcap, bool ranged);
 
+// Tiles whose sums are held apart before they join the totals: one long chain of additions over 65,536 keys would
+// round a thousand times, two levels round sixty.
+constexpr int64_t SUM_TILES = 32;
+
+// Adds what the last tiles left in out and l to the totals and starts anew; m goes on.
+void fold_sums(const Scratch &s, int vectors, int64_t head_dim, const float *m, float *l, float *total_m,
+               float *total_l);
+
 template <class T>
 static void finish_block(const Block &b, const Scratch &s, const float *m, const float *l, int64_t head_dim) {
   for (int lane = 0; lane < b.count; ++lane) {
@@ -68,7 +77,7 @@ static void finish_block(const Block &b, const Scratch &s, const float *m, const
     float row[W];
     for (int64_t d = 0; d < head_dim; d += W) {
       const int64_t n = min64(W, head_dim - d);
-      for (int64_t i = 0; i < n; ++i) row[i] = s.out[(d + i) * LANES + lane] * scale;
+      for (int64_t i = 0; i < n; ++i) row[i] = s.total[(d + i) * LANES + lane] * scale;
       if (n == W)
         store(out + d, load(row));
       else
@@ -97,14 +106,15 @@ static void flash_block(Block &b, Scratch &s, int64_t head_dim, float softcap, c
     b.slope[i] = b.slope[0];
     for (int64_t d = 0; d < head_dim; ++d) s.q[d * LANES + i] = 0.0f;
   }
-  alignas(64) float m[LANES], l[LANES], alpha[LANES];
+  alignas(64) float m[LANES], l[LANES], alpha[LANES], total_m[LANES], total_l[LANES];
   for (int i = 0; i < LANES; ++i) {
-    m[i] = -INF;
-    l[i] = 0.0f;
+    m[i] = total_m[i] = -INF;
+    l[i] = total_l[i] = 0.0f;
   }
+  memset(s.total, 0, head_dim * LANES * sizeof(float));
   memset(s.out, 0, head_dim * LANES * sizeof(float));
   const float *k[KEYS], *v[KEYS];
-  for (int64_t at = begin; at < end; at += KEYS) {
+  for (int64_t at = begin, tiles = 1; at < end; at += KEYS, ++tiles) {
     const int64_t n = min64(KEYS, end - at);
     for (int64_t j = 0; j < n; ++j) {
       const P *key, *value;
@@ -118,8 +128,10 @@ static void flash_block(Block &b, Scratch &s, int64_t head_dim, float softcap, c
       adjust_scores(b, s.score, at, n, softcap, ranged);
     soften_tile(s.score, n, vectors, m, l, alpha);
     values_of(v, n, s.score, head_dim, vectors, alpha, s.out);
+    if (tiles % SUM_TILES == 0) fold_sums(s, vectors, head_dim, m, l, total_m, total_l);
   }
-  finish_block<T>(b, s, m, l, head_dim);
+  fold_sums(s, vectors, head_dim, m, l, total_m, total_l);
+  finish_block<T>(b, s, m, total_l, head_dim);
 }
 
 } // namespace ATB_ISA

@@ -6,7 +6,7 @@
 namespace ATB_ISA {
 
 // weight + offset in float32; null when there is nothing to apply.
-template <class T, class WT> static float *prepare(const atb_norm_args *a, const WT *weight, bool offset) {
+template <class WT> static float *prepare(const atb_norm_args *a, const WT *weight, bool offset) {
   if (!weight) return nullptr;
   float *prepared = (float *)malloc((a->width + W) * sizeof(float));
   for (int64_t i = 0; i < a->width; i += W) {
@@ -18,10 +18,10 @@ template <class T, class WT> static float *prepare(const atb_norm_args *a, const
   return prepared;
 }
 
-template <class T> static float *prepare_any(const atb_norm_args *a, const void *weight, bool offset) {
-  if (a->weight_dtype == ATB_BF16) return prepare<T>(a, (const bf16 *)weight, offset);
-  if (a->weight_dtype == ATB_F16) return prepare<T>(a, (const f16 *)weight, offset);
-  return prepare<T>(a, (const float *)weight, offset);
+static float *prepare_any(const atb_norm_args *a, const void *weight, bool offset) {
+  if (a->weight_dtype == ATB_BF16) return prepare(a, (const bf16 *)weight, offset);
+  if (a->weight_dtype == ATB_F16) return prepare(a, (const f16 *)weight, offset);
+  return prepare(a, (const float *)weight, offset);
 }
 
 // Calls body(offset, count) for whole vectors, then for the tail.
@@ -91,7 +91,7 @@ template <class T> ATB_INLINE void normalise_row(const atb_norm_args *a, const T
 }
 
 template <class T> static void run(const atb_norm_args *a) {
-  float *weight = prepare_any<T>(a, a->weight, true), *bias = prepare_any<T>(a, a->bias, false);
+  float *weight = prepare_any(a, a->weight, true), *bias = prepare_any(a, a->bias, false);
   share_items(a->threads, a->rows, a->rows * a->width, [&](int64_t row) {
     const T *x = (const T *)a->x + row * a->x_stride;
     T *out = (T *)a->out + row * a->width;

@@ -72,7 +72,7 @@ struct Barrier {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-      if (spins > 4096) sched_yield();
+      if (spins > 20000) sched_yield();
     }
   }
 };
