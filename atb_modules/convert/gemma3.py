@@ -26,7 +26,7 @@ def gemma3_config(source: ConfigSource) -> ModelConfig:
     if source.flag("use_bidirectional_attention", False):
         raise source.error("use_bidirectional_attention is true; allowed: false (a causal model)")
     num_heads, num_kv_heads = head_counts(source)
-    num_layers = source.count("num_hidden_layers")
+    num_layers = source.layers("num_hidden_layers")
     pattern = source.count("sliding_window_pattern", 6)
     kinds = layer_kinds(source, num_layers)
     if kinds is None:

@@ -20,7 +20,7 @@ ACTIVATIONS = {
 def llama_config(source: ConfigSource) -> ModelConfig:
     """ModelConfig of a config.json of transformers' LlamaForCausalLM."""
     num_heads, num_kv_heads = head_counts(source)
-    num_layers = source.count("num_hidden_layers")
+    num_layers = source.layers("num_hidden_layers")
     bias = source.flag("attention_bias", False)
     return ModelConfig(
         family="llama",
@@ -55,7 +55,7 @@ def llama_gguf_config(source: ConfigSource, arch: str) -> ModelConfig:
             f"{num_kv_heads} do not divide one another"
         )
     head_dim = source.count(f"{arch}.attention.key_length", hidden_size // num_heads)
-    num_layers = source.count(f"{arch}.block_count")
+    num_layers = source.layers(f"{arch}.block_count")
     max_positions = source.count(f"{arch}.context_length")
     window = None
     if source.has(f"{arch}.attention.sliding_window"):

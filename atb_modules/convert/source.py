@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MAX_LAYERS = 10_000
+
 
 class ConfigSource:
     """A foreign configuration (config.json, or the metadata of a GGUF) and the file it was read from."""
@@ -28,6 +30,13 @@ class ConfigSource:
             raise self.error(f"the key {key!r} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} is {value!r}; allowed: a positive integer")
+        return value
+
+    def layers(self, key: str) -> int:
+        """A number of layers, bounded so that a wrong one cannot fill the memory with names."""
+        value = self.count(key)
+        if value > MAX_LAYERS:
+            raise self.error(f"{key} is {value}; allowed: 1 to {MAX_LAYERS}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

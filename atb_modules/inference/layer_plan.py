@@ -7,6 +7,8 @@ which words it knows, and everything else is a reason against it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +67,7 @@ def layer_traits(layer: TransformerLayer, page_dtype: torch.dtype, batch: int) -
         "norm": _only(type(norm).__name__ for norm in norms),
         "qkv": type(attention.qkv).__name__,
         "mlp": f"{'gated' if mlp.mlp_type.is_gated else 'plain'} {mlp.mlp_type.activation}",
-        "linear": _only(type(module).__name__ for module in linears),
+        "linear": _only(_module_name(module) for module in linears),
         "qk_norm": "None" if order is None else QKNormOrder(order).value,
         "rotary": "None" if attention.rotary is None else RotaryLayout(attention.rotary.config.layout).value,
         "alibi": str(attention.alibi_slopes is not None),
@@ -85,7 +87,12 @@ def layer_traits(layer: TransformerLayer, page_dtype: torch.dtype, batch: int) -
     )
 
 
-def _only(words) -> str:
+def _module_name(module: nn.Module) -> str:
+    kind = type(module)
+    return "Linear" if kind is Linear else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _only(words: Iterable[str]) -> str:
     return "+".join(sorted(set(words)))
 
 
@@ -123,7 +130,7 @@ def _native_reasons(_: object, traits: DecodeTraits) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _cost(calls: float):
+def _cost(calls: float) -> Callable[[object, DecodeTraits], Cost]:
     # Both read every weight once; what differs is how often Python is asked.
     return lambda _, traits: Cost(calls=calls, operations=float(traits.batch))
 

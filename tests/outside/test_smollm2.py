@@ -83,7 +83,9 @@ def test_logits_in_a_ragged_batch(ours, prompts, expected, chunk):
 def test_greedy_tokens(theirs, ours):
     tokens = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 2, 198, 1, 4093, 198, 19556, 506, 260, 28, 2]
     prompt = torch.tensor([tokens])
-    expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None)
+    # Without it transformers takes token 2 inside the prompt for padding.
+    mask = torch.ones_like(prompt)
+    expected = theirs.generate(prompt, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert torch.equal(ours.generate(prompt, 64, eos_token_ids=[]), expected)
     other = prompt[0, :7].tolist()
     together = ours.generate([other, tokens], 64, eos_token_ids=[], prefill_chunk_size=5)
