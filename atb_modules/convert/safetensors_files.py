@@ -19,7 +19,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2}
 _OTHER_SIZES |= {"I32": 4, "U32": 4, "I64": 8, "U64": 8}
 _MAX_HEADER = 100_000_000
-_REOPEN_BYTES = 64 << 20
+_REOPEN_BYTES = 16 << 20
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from atb_modules.convert.checkpoint import Checkpoint, open_checkpoint
 from atb_modules.layer import LayerMode
@@ -12,6 +15,18 @@ from atb_modules.layer import LayerMode
 from .config import InferenceConfig
 from .decoder import DecoderModel
 from .slots import weight_slots
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skips `normal_`: weights that are about to be read need no start, and on the meta device the first
+    draw imports torch's decompositions, which takes seconds and 150 MB."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.init.normal_:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> DecoderModel:
@@ -42,8 +57,8 @@ def load_inference_model(path: str | Path, config: InferenceConfig | None = None
 
 def _load(checkpoint: Checkpoint, mode: LayerMode, dtype: torch.dtype | None, attention_type: str) -> DecoderModel:
     dtype = checkpoint.dtype if dtype is None else dtype
-    with torch.device("meta"):
-        model = DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, dtype=dtype)
+    with _WithoutDraws():
+        model = DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, device="meta", dtype=dtype)
     # Memory of its final size is reserved once and written once: nothing is held twice but the piece that is
     # read.
     model.to_empty(device="cpu")
