@@ -17,8 +17,7 @@ ATB_INLINE void visible_range(const atb_attention_args *a, int64_t i, int32_t *l
   *high = (int32_t)max64(last, 0);
 }
 
-template <class T> static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t b, int64_t kv_head,
-                                    int64_t first) {
+static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t b, int64_t kv_head, int64_t first) {
   const int64_t group = a->heads / a->kv_heads;
   block.count = (int)min64(LANES, group * a->q_len - first);
   block.has_slopes = a->slopes;
@@ -26,7 +25,8 @@ template <class T> static void fill(const atb_attention_args *a, Block &block, S
   block.mask_dtype = a->mask ? a->mask_dtype : -1;
   block.mask_key_stride = a->mask_strides[3];
   block.mask_shared = a->mask && a->mask_strides[1] == 0 && a->mask_strides[2] == 0;
-  const int64_t mask_size = a->mask_dtype == ATB_F32 ? 4 : (a->mask_dtype == 3 ? 1 : 2);
+  block.dtype = a->dtype;
+  const int64_t mask_size = element_size(a->mask_dtype), size = element_size(a->dtype);
   for (int lane = 0; lane < block.count; ++lane) {
     const int64_t i = (first + lane) / group, head = kv_head * group + (first + lane) % group;
     visible_range(a, i, block.low + lane, block.high + lane, block.position + lane);
@@ -36,16 +36,16 @@ template <class T> static void fill(const atb_attention_args *a, Block &block, S
         (const char *)a->mask +
         (a->mask ? mask_size * (b * a->mask_strides[0] + head * a->mask_strides[1] + i * a->mask_strides[2]) : 0);
     const int64_t row = (b * a->heads + head) * a->q_len + i;
-    block.out[lane] = (T *)a->out + row * a->head_dim;
+    block.out[lane] = (char *)a->out + row * a->head_dim * size;
     block.lse[lane] = a->lse + row;
-    set_query(s, lane, (const T *)a->q + b * a->q_strides[0] + head * a->q_strides[1] + i * a->q_strides[2],
-              a->head_dim, a->scale);
+    const int64_t at = b * a->q_strides[0] + head * a->q_strides[1] + i * a->q_strides[2];
+    set_query(s, lane, (const char *)a->q + at * size, a->dtype, a->head_dim, a->scale);
   }
 }
 
-template <class T> static void run(const atb_attention_args *a) {
+void attention(const atb_attention_args *a) {
   const int64_t group = a->heads / a->kv_heads, blocks = (group * a->q_len + LANES - 1) / LANES;
-  const int64_t items = a->batch * a->kv_heads * blocks, size = Scratch::size(a->head_dim);
+  const int64_t items = a->batch * a->kv_heads * blocks, size = Scratch::size(a->head_dim), element = element_size(a->dtype);
   const int threads = (int)max64(1, min64(a->threads, items));
   float *scratch = (float *)malloc(size * threads * sizeof(float));
   take_items(threads, items, [&](int64_t item, int thread) {
@@ -54,24 +54,18 @@ template <class T> static void run(const atb_attention_args *a) {
     const int64_t b = unit / a->kv_heads, kv_head = unit % a->kv_heads;
     Scratch s(scratch + thread * size, a->head_dim);
     Block block;
-    fill<T>(a, block, s, b, kv_head, block_index * LANES);
-    const T *k = (const T *)a->k + b * a->k_strides[0] + kv_head * a->k_strides[1];
-    const T *v = (const T *)a->v + b * a->v_strides[0] + kv_head * a->v_strides[1];
-    flash_block<T, T>(block, s, a->head_dim, a->softcap, [&](int64_t at, const T **key, const T **value) {
-      *key = k + at * a->k_strides[2];
-      *value = v + at * a->v_strides[2];
-    });
+    fill(a, block, s, b, kv_head, block_index * LANES);
+    const KeyRows keys = {(const char *)a->k + (b * a->k_strides[0] + kv_head * a->k_strides[1]) * element,
+                          (const char *)a->v + (b * a->v_strides[0] + kv_head * a->v_strides[1]) * element,
+                          a->k_strides[2] * element,
+                          a->v_strides[2] * element,
+                          a->dtype,
+                          nullptr,
+                          0,
+                          0};
+    flash_block(block, s, a->head_dim, a->softcap, keys);
   });
   free(scratch);
-}
-
-void attention(const atb_attention_args *a) {
-  if (a->dtype == ATB_BF16)
-    run<bf16>(a);
-  else if (a->dtype == ATB_F16)
-    run<f16>(a);
-  else
-    run<float>(a);
 }
 
 } // namespace ATB_ISA

@@ -2,6 +2,7 @@
 //
 // Small vectors (norms, rotated queries, the merged attention output) are computed by every thread for itself, which
 // is cheaper than another barrier; the weight matrices are shared out by rows, so each is read once, by one thread.
+#include "convert.h"
 #include "gemv.h"
 #include "paged_group.h"
 #include "rotate.h"
@@ -78,7 +79,7 @@ static void activate_product(float *gate, const float *up, int64_t n, int kind) 
 }
 
 // The work of one thread of the region.
-template <class WT, class P> struct Worker {
+struct Worker {
   const atb_decode_args *a;
   const Layout &at;
   int thread, count;
@@ -100,11 +101,11 @@ template <class WT, class P> struct Worker {
   // Columns [begin, end) of out = arranged input (width k) times weight, plus bias.
   void product(const void *weight, const float *bias, int64_t k, int64_t begin, int64_t end, float *out,
                int64_t out_stride) const {
-    gemv(arranged, a->batch, padded(k), (const WT *)weight, k, k, begin, end, bias, out, out_stride);
+    gemv(arranged, a->batch, padded(k), weight, a->weight_dtype, k, k, begin, end, bias, out, out_stride);
   }
 
   void arrange_input(int64_t k) const {
-    for (int64_t b = 0; b < a->batch; ++b) arrange<WT>(plain + b * padded(k), arranged + b * padded(k), k);
+    for (int64_t b = 0; b < a->batch; ++b) arrange(plain + b * padded(k), arranged + b * padded(k), k, a->weight_dtype);
   }
 
   void norm_input(const float *weight) const {
@@ -122,36 +123,32 @@ template <class WT, class P> struct Worker {
     product(a->qkv_weight, a->qkv_bias, a->hidden_size, mine.begin, mine.end, shared(at.qkv), at.qkv_width);
   }
 
-  // Normalised (optional), rotated copy of one head of the projection, scaled.
-  template <class O>
-  inline __attribute__((always_inline)) void finish_head(const float *x, const float *norm, int64_t b, float scale, O *out) const {
+  // Normalised (optional), rotated, scaled copy of one head of the projection; out (head_dim) float32.
+  void finish_head(const float *x, const float *norm, int64_t b, float scale, float *out) const {
     const int64_t d = a->head_dim;
-    float *first = queries + (a->heads / a->kv_heads) * vector_padded(d), *second = first + padded(d);
+    float *normed = queries + (a->heads / a->kv_heads) * vector_padded(d);
     if (norm) {
-      rms_norm(x, norm, first, d, a->eps, a->weight_offset);
-      x = first;
+      rms_norm(x, norm, normed, d, a->eps, a->weight_offset);
+      x = normed;
     }
-    rotate_head(x, second, a->cos + b * a->half, a->sin + b * a->half, a->half, d, a->interleaved);
-    int64_t i = 0;
-    for (; i + W <= d; i += W) store(out + i, load(second + i) * scale);
-    if (i < d) store_part(out + i, load_part(second + i, d - i) * scale, d - i);
+    rotate_head(x, out, a->cos + b * a->half, a->sin + b * a->half, a->half, d, a->interleaved);
+    for (int64_t i = 0; i < d; ++i) out[i] *= scale;
   }
 
   void append_token(int64_t b, int64_t h) const {
-    const int64_t slot = a->slots[b], d = a->head_dim;
+    const int64_t slot = a->slots[b], d = a->head_dim, size = element_size(a->page_dtype);
     if (slot < 0) return;
     const float *k = shared(at.qkv) + b * at.qkv_width + (a->heads + h) * d, *v = k + a->kv_heads * d;
+    float *rotated = queries + (a->heads / a->kv_heads) * vector_padded(d) + padded(d);
     const int64_t to = ((slot / a->page_size * a->kv_heads + h) * a->page_size + slot % a->page_size) * d;
-    finish_head(k, a->k_norm, b, 1.0f, (P *)a->k_pages + to);
-    P *v_page = (P *)a->v_pages + to;
-    int64_t i = 0;
-    for (; i + W <= d; i += W) store(v_page + i, load(v + i));
-    if (i < d) store_part(v_page + i, load_part(v + i, d - i), d - i);
+    finish_head(k, a->k_norm, b, 1.0f, rotated);
+    write_floats(rotated, d, (char *)a->k_pages + to * size, a->page_dtype);
+    write_floats(v, d, (char *)a->v_pages + to * size, a->page_dtype);
   }
 
   void attend(const PagedKeys &keys) const {
     const int64_t group = keys.group(), stride = vector_padded(a->head_dim);
-    attend_share<P>(keys, thread, count, shared(at.partials), [&](int64_t b, int64_t h, bool owns_last) {
+    attend_share(keys, a->page_dtype, thread, count, shared(at.partials), [&](int64_t b, int64_t h, bool owns_last) {
       if (owns_last) append_token(b, h);
       memset(queries, 0, group * stride * sizeof(float));
       for (int64_t g = 0; g < group; ++g)
@@ -203,7 +200,7 @@ template <class WT, class P> struct Worker {
   void project_down() const {
     const int64_t k = a->intermediate_size, h = a->hidden_size;
     for (int64_t b = 0; b < a->batch; ++b)
-      arrange<WT>(shared(at.activated) + b * k, arranged + b * padded(k), k);
+      arrange(shared(at.activated) + b * k, arranged + b * padded(k), k, a->weight_dtype);
     const Range mine = share(h, thread, count);
     float *down = shared(at.down);
     product(a->down_weight, a->down_bias, k, mine.begin, mine.end, down, h);
@@ -231,30 +228,12 @@ template <class WT, class P> struct Worker {
   }
 };
 
-template <class WT, class P> static void run(const atb_decode_args *a) {
-  const Layout layout(a);
-  const PagedKeys keys = {a->k_pages, a->v_pages, a->block_table, a->kv_lengths, a->batch,   a->heads, a->kv_heads,
-                          a->head_dim, a->page_size, a->max_blocks, a->left, a->softcap, nullptr, a->sinks};
-  *(Barrier *)(a->workspace + layout.barrier) = Barrier();
-  on_threads(a->threads, [&](int thread, int count) { Worker<WT, P>(a, layout, thread, count).run(keys); });
-}
-
-template <class WT> static void run_pages(const atb_decode_args *a) {
-  if (a->page_dtype == ATB_BF16)
-    run<WT, bf16>(a);
-  else if (a->page_dtype == ATB_F16)
-    run<WT, f16>(a);
-  else
-    run<WT, float>(a);
-}
-
 void decode_layer(const atb_decode_args *a) {
-  if (a->weight_dtype == ATB_BF16)
-    run_pages<bf16>(a);
-  else if (a->weight_dtype == ATB_F16)
-    run_pages<f16>(a);
-  else
-    run_pages<float>(a);
+  const Layout layout(a);
+  const PagedKeys keys = {a->k_pages,  a->v_pages,   a->block_table, a->kv_lengths, a->batch, a->heads, a->kv_heads,
+                          a->head_dim, a->page_size, a->max_blocks,  a->left,       a->softcap, nullptr, a->sinks};
+  *(Barrier *)(a->workspace + layout.barrier) = Barrier();
+  on_threads(a->threads, [&](int thread, int count) { Worker(a, layout, thread, count).run(keys); });
 }
 
 int64_t decode_workspace(const atb_decode_args *a) { return Layout(a).total; }

@@ -13,7 +13,7 @@ ATB_INLINE void score_tile(const float *const *k, const float *q, int64_t head_d
   for (int64_t d = 0; d < head_dim; ++d) {
     vf lane[VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) lane[v] = load(q + d * LANES + v * W);
+    for (int v = 0; v < VECTORS; ++v) lane[v] = load(q + d * STRIDE + v * W);
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       const vf key = set1(k[i][d]);
@@ -24,7 +24,7 @@ ATB_INLINE void score_tile(const float *const *k, const float *q, int64_t head_d
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) store(score + i * LANES + v * W, acc[i][v]);
+    for (int v = 0; v < VECTORS; ++v) store(score + i * STRIDE + v * W, acc[i][v]);
 }
 
 // out[i][lane] = out[i][lane] * alpha[lane] + sum over keys of v[key][i] * p[key][lane], for ROWS channels.
@@ -36,7 +36,7 @@ ATB_INLINE void value_tile(const float *const *value, int64_t channel, const flo
     const float *row = value[key] + channel;
     vf lane[VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) lane[v] = load(p + key * LANES + v * W);
+    for (int v = 0; v < VECTORS; ++v) lane[v] = load(p + key * STRIDE + v * W);
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       const vf x = set1(row[i]);
@@ -48,7 +48,7 @@ ATB_INLINE void value_tile(const float *const *value, int64_t channel, const flo
   for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) {
-      float *o = out + i * LANES + v * W;
+      float *o = out + i * STRIDE + v * W;
       store(o, load(o) * load(alpha + v * W) + acc[i][v]);
     }
 }
@@ -65,7 +65,7 @@ ATB_INLINE void value_tile(const float *const *value, int64_t channel, const flo
 
 template <int VECTORS>
 static void score_lanes(const float *const *k, int64_t keys, const float *q, int64_t head_dim, float *score) {
-#define ATB_CALL(R) score_tile<R, VECTORS>(k + row, q, head_dim, score + row * LANES)
+#define ATB_CALL(R) score_tile<R, VECTORS>(k + row, q, head_dim, score + row * STRIDE)
   ATB_ROW_TILES(keys, ATB_CALL);
 #undef ATB_CALL
 }
@@ -73,7 +73,7 @@ static void score_lanes(const float *const *k, int64_t keys, const float *q, int
 template <int VECTORS>
 static void value_lanes(const float *const *value, int64_t keys, const float *p, int64_t head_dim, const float *alpha,
                         float *out) {
-#define ATB_CALL(R) value_tile<R, VECTORS>(value, row, p, keys, alpha, out + row * LANES)
+#define ATB_CALL(R) value_tile<R, VECTORS>(value, row, p, keys, alpha, out + row * STRIDE)
   ATB_ROW_TILES(head_dim, ATB_CALL);
 #undef ATB_CALL
 }
@@ -106,24 +106,24 @@ void soften_tile(float *score, int64_t n, int vectors, float *m, float *l, float
     vf top0 = load(s), top1 = top0;
     int64_t j = 0;
     for (; j + 2 <= n; j += 2) {
-      top0 = vmax(load(s + j * LANES), top0);
-      top1 = vmax(load(s + (j + 1) * LANES), top1);
+      top0 = vmax(load(s + j * STRIDE), top0);
+      top1 = vmax(load(s + (j + 1) * STRIDE), top1);
     }
-    if (j < n) top0 = vmax(load(s + j * LANES), top0);
+    if (j < n) top0 = vmax(load(s + j * STRIDE), top0);
     const vf old = load(m + v * W), m_new = vmax(vmax(top0, top1), old);
     // A lane that has seen no key yet keeps -inf; subtracting it would be NaN.
     const vf shift = m_new == set1(-INF) ? (vf){} : m_new;
     vf total0 = {}, total1 = {};
     for (j = 0; j + 2 <= n; j += 2) {
-      const vf a = exp(load(s + j * LANES) - shift), b = exp(load(s + (j + 1) * LANES) - shift);
-      store(s + j * LANES, a);
-      store(s + (j + 1) * LANES, b);
+      const vf a = exp(load(s + j * STRIDE) - shift), b = exp(load(s + (j + 1) * STRIDE) - shift);
+      store(s + j * STRIDE, a);
+      store(s + (j + 1) * STRIDE, b);
       total0 += a;
       total1 += b;
     }
     if (j < n) {
-      const vf a = exp(load(s + j * LANES) - shift);
-      store(s + j * LANES, a);
+      const vf a = exp(load(s + j * STRIDE) - shift);
+      store(s + j * STRIDE, a);
       total0 += a;
     }
     const vf factor = exp(old - shift);

@@ -8,7 +8,9 @@
 namespace ATB_ISA {
 
 constexpr int LANES = 64;      // queries of one block
-constexpr int KEYS = 64;       // keys of one tile
+// Floats from one row of lanes to the next: not a power of two, which would crowd a column into few cache sets.
+constexpr int STRIDE = LANES + 16;
+constexpr int KEYS = 64; // keys of one tile
 
 // score (keys, LANES) = the keys' rows times q (head_dim, LANES), for the first `vectors` vectors of lanes.
 void scores_of(const float *const *k, int64_t keys, const float *q, int64_t head_dim, int vectors, float *score);

@@ -1,7 +1,19 @@
 // The inner loops of gemv.h, compiled once for each weight dtype.
 #include "gemv.h"
+#include "atb_cpu.h"
 
 namespace ATB_ISA {
+
+void arrange(const float *x, float *out, int64_t k, int weight_dtype) {
+  int64_t i = 0;
+  if (weight_dtype == ATB_BF16)
+    for (; i + 2 * W <= k; i += 2 * W)
+      for (int j = 0; j < W; ++j) {
+        out[i + j] = x[i + 2 * j];
+        out[i + W + j] = x[i + 2 * j + 1];
+      }
+  memcpy(out + i, x + i, (k - i) * sizeof(float));
+}
 
 struct Pair {
   vf first, second;
@@ -51,7 +63,7 @@ ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int
 }
 
 template <class WT>
-void gemv(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k, int64_t weight_stride,
+static void products(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k, int64_t weight_stride,
           int64_t begin, int64_t end, const float *bias, float *out, int64_t out_stride) {
   for (int64_t n = begin; n < end; ++n) {
     const WT *w = weight + n * weight_stride;
@@ -74,11 +86,14 @@ void gemv(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int6
   }
 }
 
-#define ATB_GEMV(WT)                                                                                           \
-  template void gemv<WT>(const float *, int64_t, int64_t, const WT *, int64_t, int64_t, int64_t, int64_t,      \
-                         const float *, float *, int64_t)
-ATB_GEMV(float);
-ATB_GEMV(bf16);
-ATB_GEMV(f16);
+void gemv(const float *x, int64_t rows, int64_t x_stride, const void *weight, int weight_dtype, int64_t k,
+          int64_t weight_stride, int64_t begin, int64_t end, const float *bias, float *out, int64_t out_stride) {
+  if (weight_dtype == ATB_BF16)
+    products(x, rows, x_stride, (const bf16 *)weight, k, weight_stride, begin, end, bias, out, out_stride);
+  else if (weight_dtype == ATB_F16)
+    products(x, rows, x_stride, (const f16 *)weight, k, weight_stride, begin, end, bias, out, out_stride);
+  else
+    products(x, rows, x_stride, (const float *)weight, k, weight_stride, begin, end, bias, out, out_stride);
+}
 
 } // namespace ATB_ISA

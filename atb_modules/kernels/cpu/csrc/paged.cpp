@@ -6,24 +6,25 @@
 
 namespace ATB_ISA {
 
-template <class T, class P> static void decode_rows(const atb_paged_args *a) {
+static void decode_rows(const atb_paged_args *a) {
   const PagedKeys keys = {a->k_pages,  a->v_pages,   a->block_table, a->kv_lengths, a->batch, a->heads,  a->kv_heads,
                           a->head_dim, a->page_size, a->max_blocks,  a->left,       a->softcap, a->slopes, a->sinks};
   const int64_t group = keys.group(), stride = vector_padded(a->head_dim), units = a->batch * a->kv_heads;
   const int64_t work = total_keys(keys) * a->head_dim;
   const int threads = work < 16384 ? 1 : a->threads;
-  const int64_t own = group * stride + group * a->head_dim;
+  const int64_t own = group * stride + group * a->head_dim, size = element_size(a->dtype);
   float *memory = (float *)malloc(((units + threads) * keys.partial_size() + threads * own) * sizeof(float));
   float *partials = memory, *private_memory = memory + (units + threads) * keys.partial_size();
   Barrier barrier;
   on_threads(threads, [&](int thread, int count) {
     float *q = private_memory + thread * own, *result = q + group * stride;
-    attend_share<P>(keys, thread, count, partials, [&](int64_t b, int64_t h, bool) {
+    attend_share(keys, a->page_dtype, thread, count, partials, [&](int64_t b, int64_t h, bool) {
       memset(q, 0, group * stride * sizeof(float));
       const bool has_query = a->cu_seqlens_q[b + 1] > a->cu_seqlens_q[b];
       for (int64_t g = 0; g < group && has_query; ++g) {
-        const T *row = (const T *)a->q + a->cu_seqlens_q[b] * a->q_token + (h * group + g) * a->q_head;
-        for (int64_t d = 0; d < a->head_dim; ++d) q[g * stride + d] = to_float(row[d]) * a->scale;
+        const int64_t at = a->cu_seqlens_q[b] * a->q_token + (h * group + g) * a->q_head;
+        read_floats((const char *)a->q + at * size, a->dtype, a->head_dim, q + g * stride);
+        for (int64_t d = 0; d < a->head_dim; ++d) q[g * stride + d] *= a->scale;
       }
       return (const float *)q;
     });
@@ -36,10 +37,8 @@ template <class T, class P> static void decode_rows(const atb_paged_args *a) {
       combine(keys, count, partials, b, h, result, lse);
       for (int64_t g = 0; g < group; ++g) {
         const int64_t head = h * group + g;
-        T *out = (T *)a->out + (token * a->heads + head) * a->head_dim;
-        int64_t d = 0;
-        for (; d + W <= a->head_dim; d += W) store(out + d, load(result + g * a->head_dim + d));
-        for (; d < a->head_dim; ++d) from_float(out + d, result[g * a->head_dim + d]);
+        write_floats(result + g * a->head_dim, a->head_dim,
+                     (char *)a->out + (token * a->heads + head) * a->head_dim * size, a->dtype);
         if (a->lse) a->lse[head * a->total + token] = lse[g];
       }
     }
@@ -63,12 +62,13 @@ static Place find_block(const atb_paged_args *a, int64_t item) {
   return {a->batch, 0, 0};
 }
 
-template <class T>
 static void fill(const atb_paged_args *a, Block &block, Scratch &s, const Place &place, int64_t q_len) {
   const int64_t group = a->heads / a->kv_heads, length = a->kv_lengths[place.b];
   block.count = (int)min64(LANES, group * q_len - place.first);
   block.has_slopes = a->slopes;
   block.has_sinks = a->sinks;
+  block.dtype = a->dtype;
+  const int64_t size = element_size(a->dtype);
   for (int lane = 0; lane < block.count; ++lane) {
     const int64_t i = (place.first + lane) / group, head = place.kv_head * group + (place.first + lane) % group;
     const int64_t token = a->cu_seqlens_q[place.b] + i, at = length - q_len + i;
@@ -78,13 +78,14 @@ static void fill(const atb_paged_args *a, Block &block, Scratch &s, const Place 
     block.high[lane] = (int32_t)max64(0, a->causal ? min64(last, at + 1) : last);
     block.slope[lane] = a->slopes ? a->slopes[head] : 0.0f;
     block.sink[lane] = a->sinks ? a->sinks[head] : 0.0f;
-    block.out[lane] = (T *)a->out + (token * a->heads + head) * a->head_dim;
+    block.out[lane] = (char *)a->out + (token * a->heads + head) * a->head_dim * size;
     block.lse[lane] = a->lse ? a->lse + head * a->total + token : nullptr;
-    set_query(s, lane, (const T *)a->q + token * a->q_token + head * a->q_head, a->head_dim, a->scale);
+    set_query(s, lane, (const char *)a->q + (token * a->q_token + head * a->q_head) * size, a->dtype, a->head_dim,
+              a->scale);
   }
 }
 
-template <class T, class P> static void prefill_rows(const atb_paged_args *a) {
+static void prefill_rows(const atb_paged_args *a) {
   const int64_t group = a->heads / a->kv_heads, size = Scratch::size(a->head_dim);
   int64_t items = 0;
   for (int64_t b = 0; b < a->batch; ++b)
@@ -96,43 +97,28 @@ template <class T, class P> static void prefill_rows(const atb_paged_args *a) {
     const int64_t q_len = a->cu_seqlens_q[place.b + 1] - a->cu_seqlens_q[place.b];
     Scratch s(scratch + thread * size, a->head_dim);
     Block block;
-    fill<T>(a, block, s, place, q_len);
-    const int32_t *table = a->block_table + place.b * a->max_blocks;
-    flash_block<T, P>(block, s, a->head_dim, a->softcap, [&](int64_t at, const P **key, const P **value) {
-      const int64_t page = table[at / a->page_size];
-      const int64_t offset = ((page * a->kv_heads + place.kv_head) * a->page_size + at % a->page_size) * a->head_dim;
-      *key = (const P *)a->k_pages + offset;
-      *value = (const P *)a->v_pages + offset;
-    });
+    fill(a, block, s, place, q_len);
+    const int64_t row = a->head_dim * element_size(a->page_dtype), head = place.kv_head * a->page_size * row;
+    const KeyRows keys = {(const char *)a->k_pages + head,
+                          (const char *)a->v_pages + head,
+                          row,
+                          row,
+                          a->page_dtype,
+                          a->block_table + place.b * a->max_blocks,
+                          a->page_size,
+                          a->kv_heads * a->page_size * row};
+    flash_block(block, s, a->head_dim, a->softcap, keys);
   });
   free(scratch);
 }
 
-template <class T, class P> static void run(const atb_paged_args *a) {
+void paged(const atb_paged_args *a) {
   bool single = true; // with one query nothing lies to its right, so neither causality nor `right` matters
   for (int64_t b = 0; b < a->batch && single; ++b) single = a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b] <= 1;
   if (single)
-    decode_rows<T, P>(a);
+    decode_rows(a);
   else
-    prefill_rows<T, P>(a);
-}
-
-template <class T> static void run_pages(const atb_paged_args *a) {
-  if (a->page_dtype == ATB_BF16)
-    run<T, bf16>(a);
-  else if (a->page_dtype == ATB_F16)
-    run<T, f16>(a);
-  else
-    run<T, float>(a);
-}
-
-void paged(const atb_paged_args *a) {
-  if (a->dtype == ATB_BF16)
-    run_pages<bf16>(a);
-  else if (a->dtype == ATB_F16)
-    run_pages<f16>(a);
-  else
-    run_pages<float>(a);
+    prefill_rows(a);
 }
 
 } // namespace ATB_ISA

@@ -1,5 +1,6 @@
 // The inner loops of paged_group.h, compiled once for each page dtype.
 #include "paged_group.h"
+#include "atb_cpu.h"
 
 namespace ATB_ISA {
 
@@ -112,8 +113,8 @@ static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, c
 
 // Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled already.
 template <class P>
-void attend_range(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
-                  float *partial) {
+static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
+                         float *partial) {
   const int64_t group = s.group(), stride = vector_padded(s.head_dim);
   float *m = partial, *l = partial + group, *out = partial + 2 * group;
   for (int64_t g = 0; g < group; ++g) m[g] = -INF;
@@ -147,11 +148,15 @@ void attend_range(const PagedKeys &s, const float *q, int64_t b, int64_t h, int6
   }
 }
 
-#define ATB_ATTEND(P)                                                                                          \
-  template void attend_range<P>(const PagedKeys &, const float *, int64_t, int64_t, int64_t, int64_t, float *)
-ATB_ATTEND(float);
-ATB_ATTEND(bf16);
-ATB_ATTEND(f16);
+void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
+                  float *partial) {
+  if (page_dtype == ATB_BF16)
+    attend_pages<bf16>(s, q, b, h, begin, end, partial);
+  else if (page_dtype == ATB_F16)
+    attend_pages<f16>(s, q, b, h, begin, end, partial);
+  else
+    attend_pages<float>(s, q, b, h, begin, end, partial);
+}
 
 void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out, float *lse) {
   const int64_t group = s.group(), stride = vector_padded(s.head_dim), n = s.visible(b);

@@ -22,8 +22,7 @@ struct PagedKeys {
 };
 
 // Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled already.
-template <class P>
-void attend_range(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
+void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
                   float *partial);
 
 // Merges the partial results of unit (b, h) that `count` threads left: out (group, head_dim) float32, lse optional.
@@ -38,8 +37,9 @@ ATB_INLINE int64_t total_keys(const PagedKeys &s) {
 // The keys of all (row, kv head) units in one line, cut into equal shares: thread t works on its share and leaves
 // the partial result of unit u in slot u + t. Slots are distinct, because the shares are contiguous.
 // prepare(b, h, owns_last) returns the unit's scaled queries; owns_last: this thread reads the newest key.
-template <class P, class Prepare>
-ATB_INLINE void attend_share(const PagedKeys &s, int thread, int count, float *partials, const Prepare &prepare) {
+template <class Prepare>
+ATB_INLINE void attend_share(const PagedKeys &s, int page_dtype, int thread, int count, float *partials,
+                             const Prepare &prepare) {
   const Range mine = share(total_keys(s), thread, count);
   int64_t at = 0, unit = 0;
   for (int64_t b = 0; b < s.batch; ++b) {
@@ -48,7 +48,7 @@ ATB_INLINE void attend_share(const PagedKeys &s, int thread, int count, float *p
       const int64_t begin = max64(mine.begin - at, 0), end = min64(mine.end - at, n);
       if (begin >= end) continue;
       const float *q = prepare(b, h, end == n);
-      attend_range<P>(s, q, b, h, first + begin, first + end, partials + (unit + thread) * s.partial_size());
+      attend_range(s, page_dtype, q, b, h, first + begin, first + end, partials + (unit + thread) * s.partial_size());
     }
   }
 }
