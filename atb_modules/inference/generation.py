@@ -97,6 +97,8 @@ def _prefill_rows(
     distinct: dict[tuple[int, ...], int] = {}
     order = [distinct.setdefault(tuple(row), len(distinct)) for row in rows]
     prompts = [list(row) for row in distinct]
+    if not model.inference_config.enable_kv_cache_opt:
+        order, prompts = list(range(len(rows))), rows
     for prompt in prompts:
         cache.join_prefix(prompt[:-1])
     logits = prefill(model, cache, prompts, chunk)
@@ -144,7 +146,8 @@ def _own_cache(model: DecoderModel, rows: list[list[int]], max_new_tokens: int) 
     page_size = model.inference_config.page_size
     needs = [len(row) + max_new_tokens for row in rows]
     pages = sum(-(-need // page_size) for need in needs)
-    return model.new_cache(max(needs), page_size=page_size, num_pages=pages)
+    evict = model.inference_config.enable_kv_cache_opt
+    return model.new_cache(max(needs), page_size=page_size, num_pages=pages, evict=evict)
 
 
 def _end_tokens(eos_token_ids: int | Sequence[int]) -> frozenset[int]:

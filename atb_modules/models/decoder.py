@@ -123,8 +123,12 @@ class DecoderModel(nn.Module):
         page_size: int = 64,
         num_pages: int | None = None,
         dtype: torch.dtype | None = None,
+        evict: bool = True,
     ) -> KVCacheManager:
-        """A paged cache for this model's layers; `max_seq_len` defaults to the positions it was made for."""
+        """A paged cache for this model's layers; `max_seq_len` defaults to the positions it was made for.
+
+        With `evict`, windowed layers give back the pages that no later token can see.
+        """
         config = self.config
         return KVCacheManager(
             config.max_positions if max_seq_len is None else max_seq_len,
@@ -135,7 +139,7 @@ class DecoderModel(nn.Module):
             self.dtype if dtype is None else dtype,
             num_kv_heads=config.num_kv_heads,
             num_pages=num_pages,
-            window=config.windows,
+            window=config.windows if evict else None,
             device=self.device,
         )
 

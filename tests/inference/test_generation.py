@@ -51,6 +51,13 @@ def test_ragged_rows_equal_each_alone(model, prompt_of, fused):
         assert model.generate(rows[::-1], 12, prefill_chunk_size=9) == expected[::-1]
 
 
+def test_cache_options_change_no_token(model, prompt_of):
+    rows = [prompt_of(50), prompt_of(9), prompt_of(50)]
+    plain = copy.copy(model)
+    plain.inference_config = InferenceConfig(enable_kv_cache_opt=False, page_size=4)
+    assert plain.generate(rows, 9) == model.generate(rows, 9)
+
+
 def test_more_rows_than_the_native_road_takes(model, prompt_of):
     rows = [prompt_of(3 + n) for n in range(20)]
     alone = [model.generate(row, 6) for row in rows]
