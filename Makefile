@@ -9,7 +9,7 @@ PY_FILES := atb_modules tests benchmarks examples
 
 demo: $(VENV)/.demo
 	@echo "== SmolLM2-135M-Instruct through atb_modules, beside transformers"
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 test: lint unit
 

@@ -19,6 +19,9 @@ from atb_modules.explain import explain
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.models.config import InferenceConfig, ModelConfig
+from atb_modules.models.decoder import DecoderModel
+from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.norm import LayerNorm, NormCastOrder, NormConfig, RMSNorm
 from atb_modules.ops import (
     fused_attention,
@@ -56,7 +59,9 @@ __all__ = [
     "CacheStrategy",
     "Causal",
     "DecodeStrategy",
+    "DecoderModel",
     "FeedForward",
+    "InferenceConfig",
     "KVCacheManager",
     "LayerMode",
     "LayerNorm",
@@ -66,6 +71,7 @@ __all__ = [
     "MLPConfig",
     "MLPStrategy",
     "MLPType",
+    "ModelConfig",
     "NormCastOrder",
     "NormConfig",
     "NormPlacement",
@@ -89,6 +95,8 @@ __all__ = [
     "fused_layernorm_matmul",
     "fused_mlp",
     "fused_rmsnorm_matmul",
+    "load_inference_model",
+    "load_model",
     "matmul",
     "merge_heads",
     "silu_matmul",

@@ -1,0 +1,77 @@
+"""The paged cache against a cache that concatenates, at SmolLM2's shapes: appending and attending, all layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from atb_modules import AttentionSpec, KVCacheManager
+from atb_modules.ops import cache_append, paged_attention
+from benchmarks.timing import ReadBandwidth, Row, interleave, row
+
+LAYERS, HEADS, KV_HEADS, DIM = 30, 9, 3, 64
+SPEC = AttentionSpec(causal=True)
+RAGGED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7936)
+
+
+def rows() -> list[Row]:
+    """One long sequence, then a ragged batch of 8; 256 steps each would take minutes: 48 are timed."""
+    return [_throughput((7936,), 256), _throughput(RAGGED, 48)]
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that the ragged batch takes: in pages, and left-padded in a DynamicCache."""
+    cache = _filled(RAGGED, 1)
+    stats = cache.memory_stats()
+    padded = 2 * LAYERS * KV_HEADS * DIM * len(RAGGED) * max(RAGGED) * 4
+    return stats.bytes_used, padded
+
+
+def _filled(lengths: tuple[int, ...], room: int) -> KVCacheManager:
+    pages = sum((length + room + 63) // 64 for length in lengths)
+    cache = KVCacheManager(
+        max(lengths) + room, 64, LAYERS, HEADS, DIM, torch.float32, num_kv_heads=KV_HEADS, num_pages=pages
+    )
+    cache.begin(len(lengths))
+    step = cache.step(lengths)
+    for layer in range(LAYERS):
+        tokens = torch.randn(sum(lengths), KV_HEADS, DIM)
+        cache_append(tokens, tokens, *cache.pages(layer), step.slots(layer))
+    return cache
+
+
+@torch.inference_mode()
+def _throughput(lengths: tuple[int, ...], steps: int) -> Row:
+    batch, longest = len(lengths), max(lengths)
+    cache = _filled(lengths, steps + 8)
+    dynamic = DynamicCache()
+    for layer in range(LAYERS):
+        dynamic.update(torch.randn(batch, KV_HEADS, longest, DIM), torch.randn(batch, KV_HEADS, longest, DIM), layer)
+    q, k, v = torch.randn(batch, HEADS, DIM), *torch.randn(2, batch, KV_HEADS, DIM)
+    q4, k4, v4 = q[:, :, None], k[:, :, None], v[:, :, None]
+    padding = torch.tensor([longest - length for length in lengths])
+
+    def ours() -> None:
+        step = cache.step(1)
+        for layer in range(LAYERS):
+            pages = cache.pages(layer)
+            cache_append(k, v, *pages, step.slots(layer))
+            paged_attention(
+                q, *pages, step.block_table(layer), step.kv_lengths, step.cu_seqlens_q, SPEC
+            )
+
+    def theirs() -> None:
+        kv_len = dynamic.get_seq_length() + 1
+        mask = None
+        if batch > 1:
+            mask = (torch.arange(kv_len) >= padding[:, None])[:, None, None]
+        for layer in range(LAYERS):
+            keys, values = dynamic.update(k4, v4, layer)
+            F.scaled_dot_product_attention(q4, keys, values, attn_mask=mask, enable_gqa=True)
+
+    bandwidth = ReadBandwidth()
+    times = interleave({"ours": ours, "DynamicCache + SDPA": theirs, "read": bandwidth}, steps, warmup=4)
+    limit = bandwidth.seconds_for(times, "read", 2.0 * LAYERS * KV_HEADS * DIM * sum(lengths) * 4)
+    name = f"paged cache, {batch} sequence{'s' if batch > 1 else ''} of {min(lengths)}-{longest} tokens"
+    return row(name, times, "DynamicCache + SDPA", ">= 1.4", limit_name="read bandwidth", limit=limit)
