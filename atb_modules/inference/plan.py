@@ -57,18 +57,21 @@ class NativeRoad:
         self.model = model
         for plan in plans[1:]:
             plan.share_workspace(plans[0])
-        self.tables = {config: RotaryTable(rotary) for config, rotary in model.rotary.items()}
+        configs = list(model.rotary)
+        self.tables = [RotaryTable(rotary) for rotary in model.rotary.values()]
         runs = [plan.run for plan in plans]
-        self.layers = list(zip(runs, model.config.rotary, range(len(plans)), strict=True))
+        # Looked up by number: hashing a configuration costs as much as the rest of a layer's Python.
+        places = [configs.index(config) for config in model.config.rotary]
+        self.layers = list(zip(runs, places, range(len(plans)), strict=True))
         self.norm_weight = norm_weight(model.norm)
 
     def __call__(self, tokens: Tensor, step: CacheStep) -> Tensor:
         model = self.model
         hidden = model.embed_tokens(tokens).float()
-        tables = {config: table(step) for config, table in self.tables.items()}
+        tables = [table(step) for table in self.tables]
         lengths = step.kv_lengths
-        for run, config, index in self.layers:
-            cos, sin = tables[config]
+        for run, place, index in self.layers:
+            cos, sin = tables[place]
             run(hidden, cos, sin, step.slots(index), step.block_table(index), lengths)
         norm = model.norm.config
         normed = rms_norm(hidden, self.norm_weight, norm.eps, weight_offset=norm.weight_offset)

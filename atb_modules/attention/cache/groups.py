@@ -76,9 +76,7 @@ class BlockTable:
 class LayerGroup:
     """Layers with the same window: one pool of page ids and one block table serve them all."""
 
-    def __init__(
-        self, index: int, window: int | None, num_pages: int, max_blocks: int, page_size: int
-    ) -> None:
+    def __init__(self, index: int, window: int | None, num_pages: int, max_blocks: int, page_size: int) -> None:
         self.index = index
         self.window = window
         self.page_size = page_size

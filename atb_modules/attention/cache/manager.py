@@ -74,9 +74,7 @@ class KVCacheManager(PrefixSharing):
         self.num_layers = check_count("num_layers", num_layers)
         self.num_heads = check_count("num_heads", num_heads)
         self.head_dim = check_count("head_dim", head_dim)
-        self.num_kv_heads = (
-            self.num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
-        )
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         max_blocks = -(-self.max_seq_len // self.page_size)
@@ -183,17 +181,13 @@ class KVCacheManager(PrefixSharing):
         """
         indices = as_rows("rows", range(self.batch_size) if rows is None else rows, self.batch_size)
         targets = as_lengths("keep", keep, len(indices))
-        self._crop(
-            indices, [min(k, self._book.rows[i].length) for i, k in zip(indices, targets, strict=True)]
-        )
+        self._crop(indices, [min(k, self._book.rows[i].length) for i, k in zip(indices, targets, strict=True)])
 
     def drop(self, tokens: int | Sequence[int], rows: int | Sequence[int] | None = None) -> None:
         """Removes the last `tokens` tokens of `rows`, or all where there are fewer. Raises as `crop` does."""
         indices = as_rows("rows", range(self.batch_size) if rows is None else rows, self.batch_size)
         counts = as_lengths("tokens", tokens, len(indices))
-        self._crop(
-            indices, [max(0, self._book.rows[i].length - n) for i, n in zip(indices, counts, strict=True)]
-        )
+        self._crop(indices, [max(0, self._book.rows[i].length - n) for i, n in zip(indices, counts, strict=True)])
 
     def _crop(self, indices: Sequence[int], targets: Sequence[int]) -> None:
         for index, target in zip(indices, targets, strict=True):
@@ -272,9 +266,7 @@ class KVCacheManager(PrefixSharing):
     def register_layer(self) -> int:
         """The next free layer index, for layers that are not given one."""
         if self._registered_layers >= self.num_layers:
-            raise ValueError(
-                f"num_layers={self.num_layers} layers have already been registered with this cache"
-            )
+            raise ValueError(f"num_layers={self.num_layers} layers have already been registered with this cache")
         self._registered_layers += 1
         return self._registered_layers - 1
 
@@ -293,9 +285,7 @@ class KVCacheManager(PrefixSharing):
             self._shared_step = step
             self._served_layers = set()
         elif as_lengths("query_lengths", query_lengths, self.batch_size) != step.query_lengths:
-            raise ValueError(
-                f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}"
-            )
+            raise ValueError(f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}")
         self._served_layers.add(layer_idx)
         return step
 

@@ -71,9 +71,7 @@ class PrefixIndex:
             if not 0 <= start < len(tokens):
                 raise ValueError(f"an image begins at token {start}, the prompt has {len(tokens)} tokens")
             begins.setdefault(start // size, []).append((start % size, image_digest(content)))
-        return [
-            (tuple(tokens[i * size : (i + 1) * size]), tuple(sorted(begins.get(i, ())))) for i in range(full)
-        ]
+        return [(tuple(tokens[i * size : (i + 1) * size]), tuple(sorted(begins.get(i, ())))) for i in range(full)]
 
     def walk(
         self,

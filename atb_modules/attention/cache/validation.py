@@ -70,8 +70,7 @@ def as_tokens(token_ids: Sequence[int] | Tensor) -> list[int]:
     if isinstance(token_ids, Tensor):
         if token_ids.dim() != 1 or token_ids.is_floating_point() or token_ids.is_complex():
             raise ValueError(
-                "token_ids must be integers of shape (tokens,), "
-                f"got {token_ids.dtype} {tuple(token_ids.shape)}"
+                f"token_ids must be integers of shape (tokens,), got {token_ids.dtype} {tuple(token_ids.shape)}"
             )
         return [int(token) for token in token_ids.tolist()]
     tokens = list(token_ids)
@@ -81,9 +80,7 @@ def as_tokens(token_ids: Sequence[int] | Tensor) -> list[int]:
     return tokens
 
 
-def check_appended(
-    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
+def check_appended(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if value.shape != shape:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, the step and the cache need {shape}")
     if value.dtype != dtype:

@@ -204,9 +204,7 @@ def test_reorder_join_leave(generator):
     parts = [parts[1], parts[3]]
     assert cache.join() == [2]
     ((more, _),) = push(cache, [1, 1, 1], generator)
-    for row, expected in enumerate(
-        [*[torch.cat(p) for p in zip(parts, more.split(1), strict=False)], more[2:]]
-    ):
+    for row, expected in enumerate([*[torch.cat(p) for p in zip(parts, more.split(1), strict=False)], more[2:]]):
         assert_holds(cache, 0, row, expected)
     cache.begin(0)
     assert cache.memory_stats().pages_used == 0
@@ -218,9 +216,7 @@ def test_a_full_pool_loses_nothing(generator):
     ((k, _),) = push(cache, [8, 7], generator)
     cache.fork(1)
     stats = cache.memory_stats()
-    with pytest.raises(
-        OutOfPagesError, match=r"needs 2 more page\(s\) a layer, 1 of num_pages=5 are free"
-    ) as raised:
+    with pytest.raises(OutOfPagesError, match=r"needs 2 more page\(s\) a layer, 1 of num_pages=5 are free") as raised:
         cache.step([1, 1, 0])
     assert (raised.value.needed, raised.value.available) == (2, 1)
     assert pickle.loads(pickle.dumps(raised.value)).needed == 2

@@ -156,9 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert (row, shared) == (len(self.rows), expected)
         assert shared % self.page_size == 0
         # Only what was registered under the same salt may be found.
-        assert shared == 0 or any(
-            key == salt and list(t[:shared]) == prompt[:shared] for t, key in self.known
-        )
+        assert shared == 0 or any(key == salt and list(t[:shared]) == prompt[:shared] for t, key in self.known)
         self.rows.append(prompt[:shared])
 
     @invariant()
@@ -182,9 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
             book = self.cache._book.groups[index]
             holders = Counter(page for row in self.cache._book.rows for page in row.pages[index] if page >= 0)
             assert book.pool.refs == [holders[page] for page in range(self.num_pages)]
-            assert set(book.pool.free).isdisjoint(book.pool.kept) and set(book.pool.kept) <= set(
-                book.pool.node_of
-            )
+            assert set(book.pool.free).isdisjoint(book.pool.kept) and set(book.pool.kept) <= set(book.pool.node_of)
             assert set(book.pool.free).isdisjoint(book.pool.node_of)
             for page, node in book.pool.node_of.items():
                 assert self.cache._book.prefixes.nodes[node].pages[index] == page
