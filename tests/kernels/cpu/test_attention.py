@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-O = torch.ops.atb_modules
+OPS = torch.ops.atb_modules
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -47,9 +47,11 @@ def formula(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap):
     return torch.where(none, 0.0, torch.nan_to_num(weights) @ v), lse
 
 
-def check(q, k, v, mask=None, sinks=None, slopes=None, causal=0, left=-1, right=-1, scale=None, softcap=0.0, factor=1.0):
+def check(
+    q, k, v, mask=None, sinks=None, slopes=None, causal=0, left=-1, right=-1, scale=None, softcap=0.0, factor=1.0
+):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = O.attention(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap)
+    out, lse = OPS.attention(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap)
     want, want_lse = formula(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap)
     bound = TOLERANCE[q.dtype] * factor
     torch.testing.assert_close(out.double(), want, atol=bound, rtol=bound)
@@ -68,7 +70,8 @@ def draw(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=torch.float32, s
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
-    "sizes", [(2, 4, 2, 33, 33, 64), (1, 6, 2, 70, 131, 80), (1, 3, 3, 1, 9, 20), (2, 8, 1, 5, 200, 128), (1, 2, 2, 9, 4, 8)]
+    "sizes",
+    [(2, 4, 2, 33, 33, 64), (1, 6, 2, 70, 131, 80), (1, 3, 3, 1, 9, 20), (2, 8, 1, 5, 200, 128), (1, 2, 2, 9, 4, 8)],
 )
 def test_shapes_and_dtypes(isa, sizes, dtype):
     for causal in (0, 1, 2):
@@ -96,10 +99,10 @@ def test_masks_softcap_alibi_and_sinks(isa):
 
 def test_rows_that_see_nothing(isa):
     q, k, v = draw(1, 2, 2, 12, 5, 16)
-    out, lse = O.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
     assert (out[:, :, :7] == 0).all() and torch.isneginf(lse[:, :, :7]).all()
     sinks = torch.tensor([1.5, -0.5])
-    out, lse = O.attention(q, k, v, None, sinks, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, sinks, None, 1, -1, -1, 0.25, 0.0)
     assert (out[:, :, :7] == 0).all()
     torch.testing.assert_close(lse[0, :, :7], sinks[:, None].expand(2, 7))
     check(q, k, v, mask=torch.zeros(12, 5, dtype=torch.bool))
@@ -109,7 +112,7 @@ def test_rows_that_see_nothing(isa):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_empty_sequences(isa, q_len, kv_len, batch, dtype):
     q, k, v = draw(batch, 4, 2, q_len, kv_len, 16, dtype)
-    out, lse = O.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     if kv_len == 0:
         assert (out == 0).all() and torch.isneginf(lse).all()
@@ -118,11 +121,11 @@ def test_empty_sequences(isa, q_len, kv_len, batch, dtype):
 def test_lengths_of_keys_and_values_must_agree():
     q, k, _ = draw(1, 1, 1, 3, 5, 8)
     with pytest.raises(ValueError, match=r"v must have the shape \(1, 1, 5, 8\).*got \(1, 1, 6, 8\)"):
-        O.attention(q, k, torch.randn(1, 1, 6, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
+        OPS.attention(q, k, torch.randn(1, 1, 6, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
     with pytest.raises(ValueError, match="multiple of the kv heads, got 3 and 2"):
-        O.attention(*draw(1, 3, 2, 3, 5, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
+        OPS.attention(*draw(1, 3, 2, 3, 5, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
     with pytest.raises(TypeError, match="mask must be bool"):
-        O.attention(*draw(1, 1, 1, 3, 5, 8), torch.ones(3, 5, dtype=torch.int64), None, None, 0, -1, -1, 1.0, 0.0)
+        OPS.attention(*draw(1, 1, 1, 3, 5, 8), torch.ones(3, 5, dtype=torch.int64), None, None, 0, -1, -1, 1.0, 0.0)
 
 
 def test_strided_and_expanded_inputs(isa):
@@ -171,7 +174,8 @@ def pages_of(k, v, lengths, page_size, dtype, filler=math.nan):
 @pytest.mark.parametrize("page_dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("query_lengths", [(1, 1, 1), (3, 1, 20), (1, 0, 1), (0, 65, 2)])
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,page_size,left", [(6, 2, 64, 16, -1), (4, 4, 80, 4, 20), (9, 1, 40, 128, -1), (5, 1, 256, 16, 3)]
+    "heads,kv_heads,head_dim,page_size,left",
+    [(6, 2, 64, 16, -1), (4, 4, 80, 4, 20), (9, 1, 40, 128, -1), (5, 1, 256, 16, 3)],
 )
 def test_pages(isa, heads, kv_heads, head_dim, page_size, left, query_lengths, page_dtype):
     lengths = [37, 1, 70]
@@ -185,7 +189,7 @@ def test_pages(isa, heads, kv_heads, head_dim, page_size, left, query_lengths, p
     cu = torch.tensor([0, *query_lengths]).cumsum(0).int()
     kv_lengths = torch.tensor(lengths, dtype=torch.int32)
     for extra in ((None, None, 0.0), (sinks, slopes, 5.0)):
-        out, lse = O.paged_attention(
+        out, lse = OPS.paged_attention(
             q, k_pages, v_pages, table, kv_lengths, cu, extra[0], extra[1], True, left, -1, 0.2, extra[2]
         )
         for b, n in enumerate(query_lengths):
@@ -208,7 +212,7 @@ def test_unwritten_slots_do_not_matter(isa, length):
     for rows in (q, q[-1:]):
         cu = torch.tensor([0, len(rows)], dtype=torch.int32)
         results = [
-            O.paged_attention(rows, kp, vp, t, kv_lengths, cu, None, None, True, -1, -1, 0.1, 0.0)[0]
+            OPS.paged_attention(rows, kp, vp, t, kv_lengths, cu, None, None, True, -1, -1, 0.1, 0.0)[0]
             for kp, vp, t in (clean, dirty)
         ]
         assert torch.isfinite(results[1]).all() and torch.equal(results[0], results[1])
@@ -221,20 +225,20 @@ def test_pages_outside_the_window_need_not_exist(isa):
     for n in (3, 1):
         cu = torch.tensor([0, n], dtype=torch.int32)
         args = (kv_lengths, cu, None, None, True, 10, -1, 0.25, 0.0)
-        before = O.paged_attention(q[:n], k_pages, v_pages, table, *args)[0]
+        before = OPS.paged_attention(q[:n], k_pages, v_pages, table, *args)[0]
         freed = table.clone()
         freed[0, : (70 - n - 10) // 8] = -1
-        assert torch.equal(before, O.paged_attention(q[:n], k_pages, v_pages, freed, *args)[0])
+        assert torch.equal(before, OPS.paged_attention(q[:n], k_pages, v_pages, freed, *args)[0])
 
 
 def test_opcheck_and_out_variant():
     q, k, v = draw(1, 4, 2, 7, 9, 16)
-    torch.library.opcheck(O.attention.default, (q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0))
+    torch.library.opcheck(OPS.attention.default, (q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0))
     k_pages, v_pages, table = pages_of(k, v, [9], 4, torch.float32, 0.0)
     packed = q[0].transpose(0, 1)
     lengths, cu = torch.tensor([9], dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)
     args = (packed, k_pages, v_pages, table, lengths, cu, None, None, True, -1, -1, 0.25, 0.0)
-    torch.library.opcheck(O.paged_attention.default, args)
+    torch.library.opcheck(OPS.paged_attention.default, args)
     out, lse = torch.full((7, 4, 16), math.nan), torch.full((4, 7), math.nan)
-    O.paged_attention.out(*args, out=out, lse=lse)
-    torch.testing.assert_close((out, lse), O.paged_attention(*args), atol=0, rtol=0)
+    OPS.paged_attention.out(*args, out=out, lse=lse)
+    torch.testing.assert_close((out, lse), OPS.paged_attention(*args), atol=0, rtol=0)

@@ -19,10 +19,14 @@ template <class T, int KIND> static void run(const atb_gated_args *a) {
 
 template <class T> static void run_kind(const atb_gated_args *a) {
   switch (a->kind) {
-  case ATB_SILU: return run<T, ATB_SILU>(a);
-  case ATB_GELU: return run<T, ATB_GELU>(a);
-  case ATB_GELU_TANH: return run<T, ATB_GELU_TANH>(a);
-  default: return run<T, ATB_RELU2>(a);
+  case ATB_SILU:
+    return run<T, ATB_SILU>(a);
+  case ATB_GELU:
+    return run<T, ATB_GELU>(a);
+  case ATB_GELU_TANH:
+    return run<T, ATB_GELU_TANH>(a);
+  default:
+    return run<T, ATB_RELU2>(a);
   }
 }
 

@@ -20,7 +20,7 @@ enum { ATB_BASELINE = 0, ATB_AVX2 = 1, ATB_AVX512 = 2 };
 
 /* RMSNorm or LayerNorm of (rows, width), alone or after `sum = x + residual` rounded to the dtype. */
 typedef struct {
-  const void *x, *residual; /* residual optional */
+  const void *x, *residual;  /* residual optional */
   const void *weight, *bias; /* optional */
   void *out, *sum;           /* contiguous; sum only with residual */
   int64_t rows, width, x_stride, residual_stride;
@@ -69,7 +69,7 @@ typedef struct {
 /* Dense attention, (batch, heads, seq, head_dim) by strides, last stride 1; out contiguous, lse (b, h, q). */
 typedef struct {
   const void *q, *k, *v;
-  const void *mask; /* optional, by four strides, 0 = broadcast; bool (mask_dtype 3) or added */
+  const void *mask;            /* optional, by four strides, 0 = broadcast; bool (mask_dtype 3) or added */
   const float *sinks, *slopes; /* optional, (heads,) */
   void *out;
   float *lse;
@@ -95,13 +95,13 @@ typedef struct {
 
 /* One decoder layer for `batch` rows of one token each; hidden is float32 and updated in place. */
 typedef struct {
-  const void *qkv_weight, *o_weight, *gate_up_weight, *down_weight; /* (out, in), contiguous */
-  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;        /* optional */
+  const void *qkv_weight, *o_weight, *gate_up_weight, *down_weight;   /* (out, in), contiguous */
+  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;          /* optional */
   const float *attn_norm, *attn_post_norm, *mlp_norm, *mlp_post_norm; /* post norms optional */
-  const float *q_norm, *k_norm;                                      /* optional, (head_dim,) */
-  const float *sinks;                                                /* optional, (heads,) */
+  const float *q_norm, *k_norm;                                       /* optional, (head_dim,) */
+  const float *sinks;                                                 /* optional, (heads,) */
   void *k_pages, *v_pages;
-  float *hidden; /* (batch, hidden_size) */
+  float *hidden;          /* (batch, hidden_size) */
   const float *cos, *sin; /* (batch, half) */
   const int64_t *slots;
   const int32_t *block_table, *kv_lengths;

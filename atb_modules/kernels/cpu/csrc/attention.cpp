@@ -7,7 +7,8 @@
 namespace ATB_ISA {
 
 // The keys that query i may see by the structure of the call: causal alignment and window.
-ATB_INLINE void visible_range(const atb_attention_args *a, int64_t i, int32_t *low, int32_t *high, int32_t *position) {
+ATB_INLINE void visible_range(const atb_attention_args *a, int64_t i, int32_t *low, int32_t *high,
+                              int32_t *position) {
   const int64_t at = i + (a->causal == 2 ? 0 : a->kv_len - a->q_len);
   int64_t first = a->left < 0 ? 0 : max64(0, at - a->left);
   int64_t last = a->right < 0 ? a->kv_len : min64(a->kv_len, at + a->right + 1);
@@ -17,7 +18,8 @@ ATB_INLINE void visible_range(const atb_attention_args *a, int64_t i, int32_t *l
   *high = (int32_t)max64(last, 0);
 }
 
-static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t b, int64_t kv_head, int64_t first) {
+static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t b, int64_t kv_head,
+                 int64_t first) {
   const int64_t group = a->heads / a->kv_heads;
   block.count = (int)min64(LANES, group * a->q_len - first);
   block.has_slopes = a->slopes;
@@ -34,7 +36,8 @@ static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t 
     block.sink[lane] = a->sinks ? a->sinks[head] : 0.0f;
     block.mask[lane] =
         (const char *)a->mask +
-        (a->mask ? mask_size * (b * a->mask_strides[0] + head * a->mask_strides[1] + i * a->mask_strides[2]) : 0);
+        (a->mask ? mask_size * (b * a->mask_strides[0] + head * a->mask_strides[1] + i * a->mask_strides[2])
+                 : 0);
     const int64_t row = (b * a->heads + head) * a->q_len + i;
     block.out[lane] = (char *)a->out + row * a->head_dim * size;
     block.lse[lane] = a->lse + row;
@@ -45,12 +48,15 @@ static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t 
 
 void attention(const atb_attention_args *a) {
   const int64_t group = a->heads / a->kv_heads, blocks = (group * a->q_len + LANES - 1) / LANES;
-  const int64_t items = a->batch * a->kv_heads * blocks, size = Scratch::size(a->head_dim), element = element_size(a->dtype);
+  const int64_t items = a->batch * a->kv_heads * blocks, size = Scratch::size(a->head_dim),
+                element = element_size(a->dtype);
   const int threads = (int)max64(1, min64(a->threads, items));
   float *scratch = (float *)malloc(size * threads * sizeof(float));
   take_items(threads, items, [&](int64_t item, int thread) {
-    // The last blocks see the most keys of a causal call: they start first, so that no thread ends on a long one.
-    const int64_t unit = item % (a->batch * a->kv_heads), block_index = blocks - 1 - item / (a->batch * a->kv_heads);
+    // The last blocks see the most keys of a causal call: they start first, so that no thread ends on a long
+    // one.
+    const int64_t unit = item % (a->batch * a->kv_heads),
+                  block_index = blocks - 1 - item / (a->batch * a->kv_heads);
     const int64_t b = unit / a->kv_heads, kv_head = unit % a->kv_heads;
     Scratch s(scratch + thread * size, a->head_dim);
     Block block;

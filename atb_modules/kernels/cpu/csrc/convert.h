@@ -4,7 +4,9 @@
 
 namespace ATB_ISA {
 
-ATB_INLINE int64_t element_size(int dtype) { return dtype == 0 ? 4 : (dtype == 3 ? 1 : 2); }
+ATB_INLINE int64_t element_size(int dtype) {
+  return dtype == 0 ? 4 : (dtype == 3 ? 1 : 2);
+}
 
 void read_floats(const void *x, int dtype, int64_t n, float *out);
 void write_floats(const float *x, int64_t n, void *out, int dtype);

@@ -1,7 +1,8 @@
 // One whole decoder layer for a few rows of one token: one parallel region, a barrier between its phases.
 //
-// Small vectors (norms, rotated queries, the merged attention output) are computed by every thread for itself, which
-// is cheaper than another barrier; the weight matrices are shared out by rows, so each is read once, by one thread.
+// Small vectors (norms, rotated queries, the merged attention output) are computed by every thread for
+// itself, which is cheaper than another barrier; the weight matrices are shared out by rows, so each is read
+// once, by one thread.
 #include "convert.h"
 #include "gemv.h"
 #include "paged_group.h"
@@ -12,16 +13,18 @@ namespace ATB_ISA {
 
 // Where everything lies in the workspace, in floats.
 struct Layout {
-  int64_t qkv_width, attention_width, private_width, barrier, qkv, projected, activated, down, partials, own, total;
+  int64_t qkv_width, attention_width, private_width, barrier, qkv, projected, activated, down, partials, own,
+      total;
 
   explicit Layout(const atb_decode_args *a) {
     const int64_t group = a->heads / a->kv_heads, slots = a->batch * a->kv_heads + a->threads;
     qkv_width = (a->heads + 2 * a->kv_heads) * a->head_dim;
     attention_width = a->heads * a->head_dim;
     const int64_t widest = max64(max64(a->hidden_size, attention_width), a->intermediate_size);
-    // A thread's own memory: the residual stream, the input of a product plain and arranged, queries of one group.
-    private_width = a->batch * (padded(a->hidden_size) + 2 * padded(widest)) + group * vector_padded(a->head_dim) +
-                    2 * padded(a->head_dim);
+    // A thread's own memory: the residual stream, the input of a product plain and arranged, queries of one
+    // group.
+    private_width = a->batch * (padded(a->hidden_size) + 2 * padded(widest)) +
+                    group * vector_padded(a->head_dim) + 2 * padded(a->head_dim);
     private_width = (private_width + 63) / 64 * 64;
     int64_t at = 0;
     const auto take = [&at](int64_t n) {
@@ -65,10 +68,17 @@ static void activate_product(float *gate, const float *up, int64_t n, int kind) 
     const vf u = count == W ? load(up + i) : load_part(up + i, count);
     vf y;
     switch (kind) {
-    case ATB_SILU: y = activate<ATB_SILU>(g); break;
-    case ATB_GELU: y = activate<ATB_GELU>(g); break;
-    case ATB_GELU_TANH: y = activate<ATB_GELU_TANH>(g); break;
-    default: y = activate<ATB_RELU2>(g);
+    case ATB_SILU:
+      y = activate<ATB_SILU>(g);
+      break;
+    case ATB_GELU:
+      y = activate<ATB_GELU>(g);
+      break;
+    case ATB_GELU_TANH:
+      y = activate<ATB_GELU_TANH>(g);
+      break;
+    default:
+      y = activate<ATB_RELU2>(g);
     }
     y = y * u;
     if (count == W)
@@ -105,7 +115,8 @@ struct Worker {
   }
 
   void arrange_input(int64_t k) const {
-    for (int64_t b = 0; b < a->batch; ++b) arrange(plain + b * padded(k), arranged + b * padded(k), k, a->weight_dtype);
+    for (int64_t b = 0; b < a->batch; ++b)
+      arrange(plain + b * padded(k), arranged + b * padded(k), k, a->weight_dtype);
   }
 
   void norm_input(const float *weight) const {
@@ -148,14 +159,15 @@ struct Worker {
 
   void attend(const PagedKeys &keys) const {
     const int64_t group = keys.group(), stride = vector_padded(a->head_dim);
-    attend_share(keys, a->page_dtype, thread, count, shared(at.partials), [&](int64_t b, int64_t h, bool owns_last) {
-      if (owns_last) append_token(b, h);
-      memset(queries, 0, group * stride * sizeof(float));
-      for (int64_t g = 0; g < group; ++g)
-        finish_head(shared(at.qkv) + b * at.qkv_width + (h * group + g) * a->head_dim, a->q_norm, b, a->scale,
-                    queries + g * stride);
-      return (const float *)queries;
-    });
+    attend_share(keys, a->page_dtype, thread, count, shared(at.partials),
+                 [&](int64_t b, int64_t h, bool owns_last) {
+                   if (owns_last) append_token(b, h);
+                   memset(queries, 0, group * stride * sizeof(float));
+                   for (int64_t g = 0; g < group; ++g)
+                     finish_head(shared(at.qkv) + b * at.qkv_width + (h * group + g) * a->head_dim, a->q_norm,
+                                 b, a->scale, queries + g * stride);
+                   return (const float *)queries;
+                 });
   }
 
   void project_output(const PagedKeys &keys) const {
@@ -165,7 +177,8 @@ struct Worker {
                 plain + b * padded(at.attention_width) + h * keys.group() * a->head_dim, nullptr);
     arrange_input(at.attention_width);
     const Range mine = share(a->hidden_size, thread, count);
-    product(a->o_weight, a->o_bias, at.attention_width, mine.begin, mine.end, shared(at.projected), a->hidden_size);
+    product(a->o_weight, a->o_bias, at.attention_width, mine.begin, mine.end, shared(at.projected),
+            a->hidden_size);
   }
 
   // Adds a branch's output, normed if the layer is a sandwich, to this thread's copy of the residual stream.
@@ -189,12 +202,15 @@ struct Worker {
     float *gate = shared(at.activated);
     const Range mine = share(width, thread, count);
     product(a->gate_up_weight, a->gate_up_bias, a->hidden_size, mine.begin, mine.end, gate, width);
-    // The norm's input is used up: its memory holds this thread's part of the second half of the product. It fits,
-    // because the plain input is as wide as the widest of all.
-    const int64_t stride = padded(max64(max64(a->hidden_size, at.attention_width), width)), first = width + mine.begin;
-    product(a->gate_up_weight, a->gate_up_bias, a->hidden_size, first, width + mine.end, plain - first, stride);
+    // The norm's input is used up: its memory holds this thread's part of the second half of the product. It
+    // fits, because the plain input is as wide as the widest of all.
+    const int64_t stride = padded(max64(max64(a->hidden_size, at.attention_width), width)),
+                  first = width + mine.begin;
+    product(a->gate_up_weight, a->gate_up_bias, a->hidden_size, first, width + mine.end, plain - first,
+            stride);
     for (int64_t b = 0; b < a->batch; ++b)
-      activate_product(gate + b * width + mine.begin, plain + b * stride, mine.end - mine.begin, a->activation);
+      activate_product(gate + b * width + mine.begin, plain + b * stride, mine.end - mine.begin,
+                       a->activation);
   }
 
   void project_down() const {
@@ -230,12 +246,15 @@ struct Worker {
 
 void decode_layer(const atb_decode_args *a) {
   const Layout layout(a);
-  const PagedKeys keys = {a->k_pages,  a->v_pages,   a->block_table, a->kv_lengths, a->batch, a->heads, a->kv_heads,
-                          a->head_dim, a->page_size, a->max_blocks,  a->left,       a->softcap, nullptr, a->sinks};
+  const PagedKeys keys = {a->k_pages, a->v_pages,  a->block_table, a->kv_lengths, a->batch,
+                          a->heads,   a->kv_heads, a->head_dim,    a->page_size,  a->max_blocks,
+                          a->left,    a->softcap,  nullptr,        a->sinks};
   *(Barrier *)(a->workspace + layout.barrier) = Barrier();
   on_threads(a->threads, [&](int thread, int count) { Worker(a, layout, thread, count).run(keys); });
 }
 
-int64_t decode_workspace(const atb_decode_args *a) { return Layout(a).total; }
+int64_t decode_workspace(const atb_decode_args *a) {
+  return Layout(a).total;
+}
 
 } // namespace ATB_ISA

@@ -27,8 +27,8 @@ const AtbTable *table_of(int32_t isa) {
 #endif
 #ifdef ATB_HAS_avx512
   if (isa == ATB_AVX512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     return &avx512::table;
 #endif
   return nullptr;
@@ -52,8 +52,12 @@ const AtbTable *current() {
 
 } // namespace
 
-int32_t atb_abi_version(void) { return ATB_ABI_VERSION; }
-int32_t atb_best_isa(void) { return best_isa(); }
+int32_t atb_abi_version(void) {
+  return ATB_ABI_VERSION;
+}
+int32_t atb_best_isa(void) {
+  return best_isa();
+}
 int32_t atb_current_isa(void) {
   current();
   return selected_isa.load(std::memory_order_acquire);
@@ -78,12 +82,30 @@ int32_t atb_has_bf16_units(void) {
   return 0;
 }
 
-void atb_norm(const atb_norm_args *args) { current()->norm(args); }
-void atb_gated_activation(const atb_gated_args *args) { current()->gated(args); }
-void atb_rotary(const atb_rotary_args *args) { current()->rotary(args); }
-void atb_append(const atb_append_args *args) { current()->append(args); }
-void atb_linear(const atb_linear_args *args) { current()->linear(args); }
-void atb_attention(const atb_attention_args *args) { current()->attention(args); }
-void atb_paged_attention(const atb_paged_args *args) { current()->paged(args); }
-void atb_decode_layer(const atb_decode_args *args) { current()->decode_layer(args); }
-int64_t atb_decode_workspace(const atb_decode_args *args) { return current()->decode_workspace(args); }
+void atb_norm(const atb_norm_args *args) {
+  current()->norm(args);
+}
+void atb_gated_activation(const atb_gated_args *args) {
+  current()->gated(args);
+}
+void atb_rotary(const atb_rotary_args *args) {
+  current()->rotary(args);
+}
+void atb_append(const atb_append_args *args) {
+  current()->append(args);
+}
+void atb_linear(const atb_linear_args *args) {
+  current()->linear(args);
+}
+void atb_attention(const atb_attention_args *args) {
+  current()->attention(args);
+}
+void atb_paged_attention(const atb_paged_args *args) {
+  current()->paged(args);
+}
+void atb_decode_layer(const atb_decode_args *args) {
+  current()->decode_layer(args);
+}
+int64_t atb_decode_workspace(const atb_decode_args *args) {
+  return current()->decode_workspace(args);
+}

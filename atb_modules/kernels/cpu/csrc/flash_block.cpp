@@ -3,22 +3,27 @@
 
 namespace ATB_ISA {
 
-// Tiles whose sums are held apart before they join the totals: one long chain of additions over 65,536 keys would
-// round a thousand times, two levels round sixty.
+// Tiles whose sums are held apart before they join the totals: one long chain of additions over 65,536 keys
+// would round a thousand times, two levels round sixty.
 constexpr int64_t SUM_TILES = 32;
 
 ATB_INLINE float mask_at(const Block &b, int lane, int64_t key) {
   const int64_t at = key * b.mask_key_stride;
   switch (b.mask_dtype) {
-  case ATB_F32: return ((const float *)b.mask[lane])[at];
-  case ATB_BF16: return to_float(((const bf16 *)b.mask[lane])[at]);
-  case ATB_F16: return to_float(((const f16 *)b.mask[lane])[at]);
-  default: return ((const uint8_t *)b.mask[lane])[at] ? 0.0f : -INF;
+  case ATB_F32:
+    return ((const float *)b.mask[lane])[at];
+  case ATB_BF16:
+    return to_float(((const bf16 *)b.mask[lane])[at]);
+  case ATB_F16:
+    return to_float(((const f16 *)b.mask[lane])[at]);
+  default:
+    return ((const uint8_t *)b.mask[lane])[at] ? 0.0f : -INF;
   }
 }
 
 // Everything between the product and the softmax: softcap, ALiBi, mask, and the lanes' own key ranges.
-static void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n, float softcap, bool ranged) {
+static void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n, float softcap,
+                          bool ranged) {
   const int vectors = b.vectors();
   if (softcap > 0.0f)
     for (int64_t j = 0; j < n; ++j)
@@ -63,8 +68,8 @@ static void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n
 }
 
 // Adds what the last tiles left in out and l to the totals and starts anew; m goes on.
-static void fold_sums(const Scratch &s, int vectors, int64_t head_dim, const float *m, float *l, float *total_m,
-                      float *total_l) {
+static void fold_sums(const Scratch &s, int vectors, int64_t head_dim, const float *m, float *l,
+                      float *total_m, float *total_l) {
   for (int v = 0; v < vectors; ++v) {
     const vf top = load(m + v * W);
     const vf factor = exp(load(total_m + v * W) - (top == set1(-INF) ? (vf){} : top));
@@ -130,7 +135,8 @@ void flash_block(Block &b, Scratch &s, int64_t head_dim, float softcap, const Ke
   for (int64_t at = begin, tiles = 1; at < end; at += KEYS, ++tiles) {
     const int64_t n = min64(KEYS, end - at);
     for (int64_t j = 0; j < n; ++j) {
-      const char *key = keys.at(keys.k, keys.k_stride, at + j), *value = keys.at(keys.v, keys.v_stride, at + j);
+      const char *key = keys.at(keys.k, keys.k_stride, at + j),
+                 *value = keys.at(keys.v, keys.v_stride, at + j);
       if (keys.dtype == ATB_F32) { // read where they are
         k[j] = (const float *)key;
         v[j] = (const float *)value;

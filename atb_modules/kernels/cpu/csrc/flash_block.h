@@ -16,7 +16,7 @@ struct Block {
   float *lse[LANES];
 
   bool has_slopes = false, has_sinks = false;
-  int dtype = 0; // of out
+  int dtype = 0;       // of out
   int mask_dtype = -1; // -1: no mask; 3: bool; else added
   int64_t mask_key_stride = 0;
   bool mask_shared = false; // all lanes have the same mask row
@@ -27,7 +27,9 @@ struct Block {
 // Memory of one thread, in floats.
 struct Scratch {
   float *q, *out, *total, *score, *k, *v;
-  static int64_t size(int64_t head_dim) { return 3 * head_dim * STRIDE + KEYS * STRIDE + 2 * KEYS * head_dim + 64; }
+  static int64_t size(int64_t head_dim) {
+    return 3 * head_dim * STRIDE + KEYS * STRIDE + 2 * KEYS * head_dim + 64;
+  }
   Scratch(float *base, int64_t head_dim) {
     q = base;
     out = q + head_dim * STRIDE;

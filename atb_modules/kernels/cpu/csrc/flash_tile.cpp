@@ -54,13 +54,21 @@ ATB_INLINE void value_tile(const float *const *value, int64_t channel, const flo
 }
 
 // Runs body<ROWS>(first) over n rows in tiles of TILE_ROWS, then smaller ones.
-#define ATB_ROW_TILES(n, call)                                                                                 \
-  do {                                                                                                         \
-    int64_t row = 0;                                                                                           \
-    for (; row + TILE_ROWS <= (n); row += TILE_ROWS) { call(TILE_ROWS); }                                      \
-    for (; row + 4 <= (n); row += 4) { call(4); }                                                              \
-    for (; row + 2 <= (n); row += 2) { call(2); }                                                              \
-    for (; row < (n); ++row) { call(1); }                                                                      \
+#define ATB_ROW_TILES(n, call)                                                                               \
+  do {                                                                                                       \
+    int64_t row = 0;                                                                                         \
+    for (; row + TILE_ROWS <= (n); row += TILE_ROWS) {                                                       \
+      call(TILE_ROWS);                                                                                       \
+    }                                                                                                        \
+    for (; row + 4 <= (n); row += 4) {                                                                       \
+      call(4);                                                                                               \
+    }                                                                                                        \
+    for (; row + 2 <= (n); row += 2) {                                                                       \
+      call(2);                                                                                               \
+    }                                                                                                        \
+    for (; row < (n); ++row) {                                                                               \
+      call(1);                                                                                               \
+    }                                                                                                        \
   } while (0)
 
 template <int VECTORS>
@@ -71,8 +79,8 @@ static void score_lanes(const float *const *k, int64_t keys, const float *q, int
 }
 
 template <int VECTORS>
-static void value_lanes(const float *const *value, int64_t keys, const float *p, int64_t head_dim, const float *alpha,
-                        float *out) {
+static void value_lanes(const float *const *value, int64_t keys, const float *p, int64_t head_dim,
+                        const float *alpha, float *out) {
 #define ATB_CALL(R) value_tile<R, VECTORS>(value, row, p, keys, alpha, out + row * STRIDE)
   ATB_ROW_TILES(head_dim, ATB_CALL);
 #undef ATB_CALL
@@ -81,7 +89,7 @@ static void value_lanes(const float *const *value, int64_t keys, const float *p,
 
 // Both products for all the vectors of lanes in use.
 void scores_of(const float *const *k, int64_t keys, const float *q, int64_t head_dim, int vectors,
-                          float *score) {
+               float *score) {
   int v = 0;
   for (; v + GROUP_VECTORS <= vectors; v += GROUP_VECTORS)
     score_lanes<GROUP_VECTORS>(k, keys, q + v * W, head_dim, score + v * W);
@@ -91,7 +99,7 @@ void scores_of(const float *const *k, int64_t keys, const float *q, int64_t head
 }
 
 void values_of(const float *const *value, int64_t keys, const float *p, int64_t head_dim, int vectors,
-                          const float *alpha, float *out) {
+               const float *alpha, float *out) {
   int v = 0;
   for (; v + GROUP_VECTORS <= vectors; v += GROUP_VECTORS)
     value_lanes<GROUP_VECTORS>(value, keys, p + v * W, head_dim, alpha + v * W, out + v * W);

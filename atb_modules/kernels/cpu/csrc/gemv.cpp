@@ -18,8 +18,12 @@ void arrange(const float *x, float *out, int64_t k, int weight_dtype) {
 struct Pair {
   vf first, second;
 };
-ATB_INLINE Pair load_pair(const float *p) { return {load(p), load(p + W)}; }
-ATB_INLINE Pair load_pair(const f16 *p) { return {load(p), load(p + W)}; }
+ATB_INLINE Pair load_pair(const float *p) {
+  return {load(p), load(p + W)};
+}
+ATB_INLINE Pair load_pair(const f16 *p) {
+  return {load(p), load(p + W)};
+}
 ATB_INLINE Pair load_pair(const bf16 *p) {
   const vu both = load_raw<vu>(p);
   return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
@@ -63,8 +67,9 @@ ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int
 }
 
 template <class WT>
-static void products(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k, int64_t weight_stride,
-          int64_t begin, int64_t end, const float *bias, float *out, int64_t out_stride) {
+static void products(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k,
+                     int64_t weight_stride, int64_t begin, int64_t end, const float *bias, float *out,
+                     int64_t out_stride) {
   for (int64_t n = begin; n < end; ++n) {
     const WT *w = weight + n * weight_stride;
     const float shift = bias ? bias[n] : 0.0f;
@@ -87,7 +92,8 @@ static void products(const float *x, int64_t rows, int64_t x_stride, const WT *w
 }
 
 void gemv(const float *x, int64_t rows, int64_t x_stride, const void *weight, int weight_dtype, int64_t k,
-          int64_t weight_stride, int64_t begin, int64_t end, const float *bias, float *out, int64_t out_stride) {
+          int64_t weight_stride, int64_t begin, int64_t end, const float *bias, float *out,
+          int64_t out_stride) {
   if (weight_dtype == ATB_BF16)
     products(x, rows, x_stride, (const bf16 *)weight, k, weight_stride, begin, end, bias, out, out_stride);
   else if (weight_dtype == ATB_F16)

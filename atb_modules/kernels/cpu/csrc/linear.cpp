@@ -1,4 +1,5 @@
-// Linear layer for a few rows: activations of any of the dtypes, weights of any of the dtypes, float32 arithmetic.
+// Linear layer for a few rows: activations of any of the dtypes, weights of any of the dtypes, float32
+// arithmetic.
 #include "convert.h"
 #include "gemv.h"
 #include "table.h"
@@ -32,8 +33,8 @@ void linear(const atb_linear_args *a) {
     const int used = a->n * a->k < 16384 ? 1 : (int)min64(a->threads, a->n);
     on_threads(used, [&](int thread, int threads) {
       const Range mine = share(a->n, thread, threads);
-      gemv(rows, count, stride, a->weight, a->weight_dtype, a->k, a->weight_stride, mine.begin, mine.end, bias,
-           direct ? (float *)out : result, direct ? a->out_stride : a->n);
+      gemv(rows, count, stride, a->weight, a->weight_dtype, a->k, a->weight_stride, mine.begin, mine.end,
+           bias, direct ? (float *)out : result, direct ? a->out_stride : a->n);
       if (direct) return;
       for (int64_t r = 0; r < count; ++r)
         write_floats(result + r * a->n + mine.begin, mine.end - mine.begin,

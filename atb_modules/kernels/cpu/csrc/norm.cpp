@@ -31,7 +31,9 @@ template <class Body> ATB_INLINE void sweep(int64_t width, const Body &body) {
   if (i < width) body(i, width - i);
 }
 
-template <class T> ATB_INLINE vf get(const T *p, int64_t n) { return n == W ? load(p) : load_part(p, n); }
+template <class T> ATB_INLINE vf get(const T *p, int64_t n) {
+  return n == W ? load(p) : load_part(p, n);
+}
 template <class T> ATB_INLINE void put(T *p, vf v, int64_t n) {
   if (n == W)
     store(p, v);
@@ -76,8 +78,9 @@ template <class T> static float row_squares(const T *x, int64_t width, float mea
   return sum((s0 + s1) + (s2 + s3)) + tail;
 }
 
-template <class T> ATB_INLINE void normalise_row(const atb_norm_args *a, const T *x, T *out, const float *weight,
-                                                 const float *bias) {
+template <class T>
+ATB_INLINE void normalise_row(const atb_norm_args *a, const T *x, T *out, const float *weight,
+                              const float *bias) {
   const float mean = a->layer_norm ? row_sum(x, a->width) / a->width : 0.0f;
   const float inverse = 1.0f / __builtin_sqrtf(row_squares(x, a->width, mean) / a->width + a->eps);
   const bool cast_first = a->cast_first;

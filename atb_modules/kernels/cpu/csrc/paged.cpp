@@ -7,8 +7,9 @@
 namespace ATB_ISA {
 
 static void decode_rows(const atb_paged_args *a) {
-  const PagedKeys keys = {a->k_pages,  a->v_pages,   a->block_table, a->kv_lengths, a->batch, a->heads,  a->kv_heads,
-                          a->head_dim, a->page_size, a->max_blocks,  a->left,       a->softcap, a->slopes, a->sinks};
+  const PagedKeys keys = {a->k_pages, a->v_pages,  a->block_table, a->kv_lengths, a->batch,
+                          a->heads,   a->kv_heads, a->head_dim,    a->page_size,  a->max_blocks,
+                          a->left,    a->softcap,  a->slopes,      a->sinks};
   const int64_t group = keys.group(), stride = vector_padded(a->head_dim), units = a->batch * a->kv_heads;
   const int64_t work = total_keys(keys) * a->head_dim;
   const int threads = work < 16384 ? 1 : a->threads;
@@ -70,7 +71,8 @@ static void fill(const atb_paged_args *a, Block &block, Scratch &s, const Place 
   block.dtype = a->dtype;
   const int64_t size = element_size(a->dtype);
   for (int lane = 0; lane < block.count; ++lane) {
-    const int64_t i = (place.first + lane) / group, head = place.kv_head * group + (place.first + lane) % group;
+    const int64_t i = (place.first + lane) / group,
+                  head = place.kv_head * group + (place.first + lane) % group;
     const int64_t token = a->cu_seqlens_q[place.b] + i, at = length - q_len + i;
     const int64_t last = a->right < 0 ? length : min64(length, at + a->right + 1);
     block.position[lane] = (int32_t)at;
@@ -80,8 +82,8 @@ static void fill(const atb_paged_args *a, Block &block, Scratch &s, const Place 
     block.sink[lane] = a->sinks ? a->sinks[head] : 0.0f;
     block.out[lane] = (char *)a->out + (token * a->heads + head) * a->head_dim * size;
     block.lse[lane] = a->lse ? a->lse + head * a->total + token : nullptr;
-    set_query(s, lane, (const char *)a->q + (token * a->q_token + head * a->q_head) * size, a->dtype, a->head_dim,
-              a->scale);
+    set_query(s, lane, (const char *)a->q + (token * a->q_token + head * a->q_head) * size, a->dtype,
+              a->head_dim, a->scale);
   }
 }
 

@@ -8,7 +8,8 @@ constexpr int64_t CHUNK = 64; // keys whose scores are held at a time
 
 // score[g][j] = q[g] . k[j] for the heads of a tile and n keys that lie one after the other.
 template <int G, class P>
-ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, int64_t n, int64_t head_dim, float *score) {
+ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, int64_t n, int64_t head_dim,
+                            float *score) {
   const int64_t whole = head_dim / W * W;
   for (int64_t j = 0; j < n; ++j, k += head_dim) {
     vf acc[G] = {}, other[G] = {};
@@ -35,16 +36,16 @@ ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, int64_
   }
 }
 
-// out[g][d] = out[g][d] * alpha[g] + sum over j of p[g][j] * v[j][d], for VECTORS vectors of channels from d on.
+// out[g][d] = out[g][d] * alpha[g] + sum over j of p[g][j] * v[j][d], for VECTORS vectors of channels from d
+// on.
 template <int G, int VECTORS, class P>
-ATB_INLINE void tile_values(const float *p, const P *v, int64_t n, int64_t stride, const float *alpha, float *out,
-                            int64_t out_stride, int64_t tail) {
+ATB_INLINE void tile_values(const float *p, const P *v, int64_t n, int64_t stride, const float *alpha,
+                            float *out, int64_t out_stride) {
   vf acc[G][VECTORS] = {};
   for (int64_t j = 0; j < n; ++j) {
     vf value[VECTORS];
 #pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; ++i)
-      value[i] = tail ? load_part(v + j * stride, tail) : load(v + j * stride + i * W);
+    for (int i = 0; i < VECTORS; ++i) value[i] = load(v + j * stride + i * W);
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
       const vf weight = set1(p[g * CHUNK + j]);
@@ -61,9 +62,21 @@ ATB_INLINE void tile_values(const float *p, const P *v, int64_t n, int64_t strid
     }
 }
 
-// The softmax of one chunk for one head: scores become weights, maximum and sum move on; returns the factor for
-// what was accumulated before.
-ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int64_t distance, float *m, float *l) {
+// The same for the last channels, fewer than a vector.
+template <class P>
+static void tail_values(int heads, const float *p, const P *v, int64_t n, int64_t stride, const float *alpha,
+                        float *out, int64_t out_stride, int64_t channels) {
+  for (int g = 0; g < heads; ++g) {
+    vf acc = {};
+    for (int64_t j = 0; j < n; ++j) acc += p[g * CHUNK + j] * load_part(v + j * stride, channels);
+    store(out + g * out_stride, load(out + g * out_stride) * alpha[g] + acc);
+  }
+}
+
+// The softmax of one chunk for one head: scores become weights, maximum and sum move on; returns the factor
+// for what was accumulated before.
+ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int64_t distance, float *m,
+                        float *l) {
   const int64_t padded_n = vector_padded(n);
   for (int64_t j = n; j < padded_n; ++j) score[j] = -INF;
   vf top = set1(-INF);
@@ -93,25 +106,25 @@ ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int
 }
 
 template <int G, class P>
-static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const P *k, const P *v, int64_t n,
-                       int64_t distance, float *m, float *l, float *out) {
+static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const P *k, const P *v,
+                       int64_t n, int64_t distance, float *m, float *l, float *out) {
   const int64_t stride = vector_padded(s.head_dim);
   alignas(64) float score[G * CHUNK];
   float alpha[G];
   tile_scores<G>(q, stride, k, n, s.head_dim, score);
   for (int g = 0; g < G; ++g)
-    alpha[g] = soften(score + g * CHUNK, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, distance, m + g,
-                      l + g);
+    alpha[g] = soften(score + g * CHUNK, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, distance,
+                      m + g, l + g);
   constexpr int VECTORS = W == 16 ? 4 : 2;
   int64_t d = 0;
   for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W)
-    tile_values<G, VECTORS>(score, v + d, n, s.head_dim, alpha, out + d, stride, 0);
-  for (; d + W <= s.head_dim; d += W) tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride, 0);
-  if (d < s.head_dim)
-    tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
+    tile_values<G, VECTORS>(score, v + d, n, s.head_dim, alpha, out + d, stride);
+  for (; d + W <= s.head_dim; d += W) tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride);
+  if (d < s.head_dim) tail_values(G, score, v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
 }
 
-// Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled already.
+// Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled
+// already.
 template <class P>
 static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
                          float *partial) {
@@ -148,8 +161,8 @@ static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t 
   }
 }
 
-void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
-                  float *partial) {
+void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin,
+                  int64_t end, float *partial) {
   if (page_dtype == ATB_BF16)
     attend_pages<bf16>(s, q, b, h, begin, end, partial);
   else if (page_dtype == ATB_F16)
@@ -158,7 +171,8 @@ void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b,
     attend_pages<float>(s, q, b, h, begin, end, partial);
 }
 
-void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out, float *lse) {
+void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out,
+             float *lse) {
   const int64_t group = s.group(), stride = vector_padded(s.head_dim), n = s.visible(b);
   int64_t at = n * h;
   for (int64_t row = 0; row < b; ++row) at += s.visible(row) * s.kv_heads;

@@ -4,7 +4,9 @@
 
 namespace ATB_ISA {
 
-ATB_INLINE int64_t vector_padded(int64_t n) { return (n + W - 1) / W * W; }
+ATB_INLINE int64_t vector_padded(int64_t n) {
+  return (n + W - 1) / W * W;
+}
 
 // What the keys of all rows look like; shared by the paged op and the decode layer.
 struct PagedKeys {
@@ -21,12 +23,15 @@ struct PagedKeys {
   int64_t partial_size() const { return group() * (vector_padded(head_dim) + 2); }
 };
 
-// Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled already.
-void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
-                  float *partial);
+// Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled
+// already.
+void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin,
+                  int64_t end, float *partial);
 
-// Merges the partial results of unit (b, h) that `count` threads left: out (group, head_dim) float32, lse optional.
-void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out, float *lse);
+// Merges the partial results of unit (b, h) that `count` threads left: out (group, head_dim) float32, lse
+// optional.
+void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out,
+             float *lse);
 
 ATB_INLINE int64_t total_keys(const PagedKeys &s) {
   int64_t total = 0;
@@ -34,8 +39,8 @@ ATB_INLINE int64_t total_keys(const PagedKeys &s) {
   return total;
 }
 
-// The keys of all (row, kv head) units in one line, cut into equal shares: thread t works on its share and leaves
-// the partial result of unit u in slot u + t. Slots are distinct, because the shares are contiguous.
+// The keys of all (row, kv head) units in one line, cut into equal shares: thread t works on its share and
+// leaves the partial result of unit u in slot u + t. Slots are distinct, because the shares are contiguous.
 // prepare(b, h, owns_last) returns the unit's scaled queries; owns_last: this thread reads the newest key.
 template <class Prepare>
 ATB_INLINE void attend_share(const PagedKeys &s, int page_dtype, int thread, int count, float *partials,
@@ -48,7 +53,8 @@ ATB_INLINE void attend_share(const PagedKeys &s, int page_dtype, int thread, int
       const int64_t begin = max64(mine.begin - at, 0), end = min64(mine.end - at, n);
       if (begin >= end) continue;
       const float *q = prepare(b, h, end == n);
-      attend_range(s, page_dtype, q, b, h, first + begin, first + end, partials + (unit + thread) * s.partial_size());
+      attend_range(s, page_dtype, q, b, h, first + begin, first + end,
+                   partials + (unit + thread) * s.partial_size());
     }
   }
 }

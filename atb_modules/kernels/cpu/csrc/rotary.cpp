@@ -1,15 +1,18 @@
 // Rotary embedding, alone and together with the append of keys and values to the pages.
+#include "convert.h"
 #include "rotate.h"
 #include "table.h"
 #include "threads.h"
+#include <stdlib.h>
 
 namespace ATB_ISA {
 
 template <class T> static void run(const atb_rotary_args *a) {
   share_items(a->threads, a->tokens, a->tokens * a->heads * a->head_dim, [&](int64_t t) {
     for (int64_t h = 0; h < a->heads; ++h)
-      rotate_head((const T *)a->x + t * a->x_token + h * a->x_head, (T *)a->out + t * a->out_token + h * a->out_head,
-                  a->cos + t * a->half, a->sin + t * a->half, a->half, a->head_dim, a->interleaved);
+      rotate_head((const T *)a->x + t * a->x_token + h * a->x_head,
+                  (T *)a->out + t * a->out_token + h * a->out_head, a->cos + t * a->half,
+                  a->sin + t * a->half, a->half, a->head_dim, a->interleaved);
   });
 }
 
@@ -22,45 +25,42 @@ void rotary(const atb_rotary_args *a) {
     run<float>(a);
 }
 
-template <class T, class P> static void run_append(const atb_append_args *a) {
-  const int64_t elements = a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim;
-  share_items(a->threads, a->tokens, elements, [&](int64_t t) {
-    const float *cos = a->cos ? a->cos + t * a->half : nullptr, *sin = a->cos ? a->sin + t * a->half : nullptr;
-    const int64_t half = a->cos ? a->half : 0;
-    if (a->q)
-      for (int64_t h = 0; h < a->heads; ++h) {
-        T *q = (T *)a->q + t * a->q_token + h * a->q_head;
-        rotate_head((const T *)q, q, cos, sin, half, a->head_dim, a->interleaved);
-      }
-    const int64_t slot = a->slots[t];
-    if (slot < 0) return;
-    const int64_t page = slot / a->page_size, offset = slot % a->page_size;
-    for (int64_t h = 0; h < a->kv_heads; ++h) {
-      const int64_t at = ((page * a->kv_heads + h) * a->page_size + offset) * a->head_dim;
-      rotate_head((const T *)a->k + t * a->k_token + h * a->k_head, (P *)a->k_pages + at, cos, sin, half, a->head_dim,
-                  a->interleaved);
-      rotate_head((const T *)a->v + t * a->v_token + h * a->v_head, (P *)a->v_pages + at, cos, sin, 0, a->head_dim,
-                  false);
-    }
-  });
-}
-
-template <class T> static void append_pages(const atb_append_args *a) {
-  if (a->page_dtype == ATB_BF16)
-    run_append<T, bf16>(a);
-  else if (a->page_dtype == ATB_F16)
-    run_append<T, f16>(a);
-  else
-    run_append<T, float>(a);
+// One head through float32: read, rotate, write in the other dtype. space holds head_dim floats.
+static void move_head(const void *x, int dtype, void *out, int out_dtype, const float *cos, const float *sin,
+                      const atb_append_args *a, float *space) {
+  read_floats(x, dtype, a->head_dim, space);
+  if (cos) rotate_head(space, space, cos, sin, a->half, a->head_dim, a->interleaved);
+  write_floats(space, a->head_dim, out, out_dtype);
 }
 
 void append(const atb_append_args *a) {
-  if (a->dtype == ATB_BF16)
-    append_pages<bf16>(a);
-  else if (a->dtype == ATB_F16)
-    append_pages<f16>(a);
-  else
-    append_pages<float>(a);
+  const int64_t elements = a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim;
+  const int64_t size = element_size(a->dtype), page_size = element_size(a->page_dtype);
+  const int threads = elements < 16384 ? 1 : (int)min64(a->threads, a->tokens);
+  float *memory = (float *)malloc(threads * (a->head_dim + W) * sizeof(float));
+  on_threads(threads, [&](int thread, int count) {
+    float *space = memory + thread * (a->head_dim + W);
+    const Range mine = share(a->tokens, thread, count);
+    for (int64_t t = mine.begin; t < mine.end; ++t) {
+      const float *cos = a->cos ? a->cos + t * a->half : nullptr,
+                  *sin = a->cos ? a->sin + t * a->half : nullptr;
+      for (int64_t h = 0; a->q && h < a->heads; ++h) {
+        char *q = (char *)a->q + (t * a->q_token + h * a->q_head) * size;
+        move_head(q, a->dtype, q, a->dtype, cos, sin, a, space);
+      }
+      const int64_t slot = a->slots[t];
+      if (slot < 0) continue;
+      const int64_t page = slot / a->page_size, offset = slot % a->page_size;
+      for (int64_t h = 0; h < a->kv_heads; ++h) {
+        const int64_t at = ((page * a->kv_heads + h) * a->page_size + offset) * a->head_dim * page_size;
+        move_head((const char *)a->k + (t * a->k_token + h * a->k_head) * size, a->dtype,
+                  (char *)a->k_pages + at, a->page_dtype, cos, sin, a, space);
+        move_head((const char *)a->v + (t * a->v_token + h * a->v_head) * size, a->dtype,
+                  (char *)a->v_pages + at, a->page_dtype, nullptr, nullptr, a, space);
+      }
+    }
+  });
+  free(memory);
 }
 
 } // namespace ATB_ISA

@@ -6,8 +6,8 @@ namespace ATB_ISA {
 
 // Rotates the first 2 * half channels of x into out (which may be x itself) and copies the rest.
 template <class T, class O>
-ATB_INLINE void rotate_head(const T *x, O *out, const float *cos, const float *sin, int64_t half, int64_t head_dim,
-                            bool interleaved) {
+ATB_INLINE void rotate_head(const T *x, O *out, const float *cos, const float *sin, int64_t half,
+                            int64_t head_dim, bool interleaved) {
   int64_t i = 0;
   if (!interleaved) {
     for (; i + W <= half; i += W) {

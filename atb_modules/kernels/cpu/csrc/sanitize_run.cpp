@@ -1,7 +1,7 @@
 // Runs every kernel over odd sizes on every instruction set: the program of the ASan and UBSan build.
 //
-// Buffers are allocated to the element, so that a read or write past the end is seen. Values are only checked to be
-// finite; the Python tests check what they are.
+// Buffers are allocated to the element, so that a read or write past the end is seen. Values are only checked
+// to be finite; the Python tests check what they are.
 #include "atb_cpu.h"
 #include <math.h>
 #include <stdio.h>
@@ -17,9 +17,12 @@ float draw() {
   return (float)(state >> 8) / 8388608.0f - 1.0f;
 }
 
-int size_of(int dtype) { return dtype == ATB_F32 ? 4 : 2; }
+int size_of(int dtype) {
+  return dtype == ATB_F32 ? 4 : 2;
+}
 
-// n random elements of a dtype; 1.0 and its neighbours in the 16-bit formats have the same top bits for all uses here.
+// n random elements of a dtype; 1.0 and its neighbours in the 16-bit formats have the same top bits for all
+// uses here.
 std::vector<uint8_t> tensor(int64_t n, int dtype) {
   std::vector<uint8_t> bytes(n * size_of(dtype));
   for (int64_t i = 0; i < n; ++i) {
@@ -57,23 +60,26 @@ void rows_of(int dtype, int threads) {
     auto x = tensor(rows * width, dtype), y = tensor(rows * width, dtype), weight = tensor(width, dtype);
     std::vector<uint8_t> out(x.size()), sum(x.size());
     for (int layer_norm = 0; layer_norm < 2; ++layer_norm) {
-      atb_norm_args n = {x.data(), y.data(), weight.data(), weight.data(), out.data(), sum.data(), rows, width,
-                         width,    width,    1e-5f,         1.0f,          dtype,      dtype,      1,    layer_norm,
-                         threads};
+      atb_norm_args n = {x.data(), y.data(),   weight.data(), weight.data(), out.data(), sum.data(), rows,
+                         width,    width,      width,         1e-5f,         1.0f,       dtype,      dtype,
+                         1,        layer_norm, threads};
       atb_norm(&n);
       n.residual = n.weight = n.bias = nullptr;
       atb_norm(&n);
     }
     for (int kind = 0; kind < 4; ++kind) {
-      const atb_gated_args g = {x.data(), y.data(), out.data(), rows, width, width, width, dtype, kind, threads};
+      const atb_gated_args g = {x.data(), y.data(), out.data(), rows, width,
+                                width,    width,    dtype,      kind, threads};
       atb_gated_activation(&g);
     }
     for (int weights = 0; weights < 3; ++weights)
       for (int64_t count : {1, 3, 17}) {
-        auto input = tensor(count * width, dtype), matrix = tensor(9 * width, weights), bias = tensor(9, weights);
+        auto input = tensor(count * width, dtype), matrix = tensor(9 * width, weights),
+             bias = tensor(9, weights);
         std::vector<uint8_t> result(count * 9 * size_of(dtype));
-        const atb_linear_args l = {input.data(), matrix.data(), bias.data(), result.data(), count, 9,      width,
-                                   width,        width,         9,           dtype,         weights, weights, threads};
+        const atb_linear_args l = {
+            input.data(), matrix.data(), bias.data(), result.data(), count,   9,       width,
+            width,        width,         9,           dtype,         weights, weights, threads};
         atb_linear(&l);
       }
   }
@@ -87,12 +93,15 @@ void heads_of(int dtype, int page_dtype, int threads) {
     const auto cos = floats(tokens * half), sin = floats(tokens * half);
     const int64_t slots[tokens] = {0, 11, -1, 5, 6, 7};
     for (int interleaved = 0; interleaved < 2; ++interleaved) {
-      const atb_rotary_args r = {k.data(), v.data(), cos.data(),  sin.data(), tokens,      heads, dim,         half,
-                                 heads * dim, dim,   heads * dim, dim,        dtype, interleaved, threads};
+      const atb_rotary_args r = {k.data(),    v.data(), cos.data(), sin.data(),  tokens,
+                                 heads,       dim,      half,       heads * dim, dim,
+                                 heads * dim, dim,      dtype,      interleaved, threads};
       atb_rotary(&r);
-      const atb_append_args a = {q.data(), k.data(), v.data(), cos.data(), sin.data(), k_pages.data(), v_pages.data(),
-                                 slots, tokens, heads, heads, dim, half, page, heads * dim, dim, heads * dim, dim,
-                                 heads * dim, dim, dtype, page_dtype, interleaved, threads};
+      const atb_append_args a = {
+          q.data(),       k.data(), v.data(),    cos.data(), sin.data(),  k_pages.data(),
+          v_pages.data(), slots,    tokens,      heads,      heads,       dim,
+          half,           page,     heads * dim, dim,        heads * dim, dim,
+          heads * dim,    dim,      dtype,       page_dtype, interleaved, threads};
       atb_append(&a);
     }
   }
@@ -110,7 +119,8 @@ void dense(int dtype, int threads) {
         std::vector<float> lse(heads * q_len);
         atb_attention_args a = {};
         a.q = q.data(), a.k = k.data(), a.v = v.data(), a.out = out.data(), a.lse = lse.data();
-        a.batch = 1, a.heads = heads, a.kv_heads = kv_heads, a.q_len = q_len, a.kv_len = kv_len, a.head_dim = dim;
+        a.batch = 1, a.heads = heads, a.kv_heads = kv_heads, a.q_len = q_len, a.kv_len = kv_len,
+        a.head_dim = dim;
         a.q_strides[1] = q_len * dim, a.q_strides[2] = dim;
         a.k_strides[1] = a.v_strides[1] = kv_len * dim, a.k_strides[2] = a.v_strides[2] = dim;
         a.scale = 0.5f, a.dtype = dtype, a.threads = threads, a.left = a.right = -1;
@@ -129,16 +139,19 @@ void paged(int dtype, int page_dtype, int threads) {
   for (size_t i = 0; i < table.size(); ++i) table[i] = (int32_t)(table.size() - 1 - i);
   for (int64_t dim : {20, 64})
     for (int64_t group : {1, 5})
-      for (const std::vector<int32_t> &cu : {std::vector<int32_t>{0, 1, 2, 3}, {0, 1, 1, 2}, {0, 0, 43, 45}}) {
+      for (const std::vector<int32_t> &cu :
+           {std::vector<int32_t>{0, 1, 2, 3}, {0, 1, 1, 2}, {0, 0, 43, 45}}) {
         const int64_t kv_heads = 2, heads = kv_heads * group, total = cu.back();
         auto q = tensor(total * heads * dim, dtype);
         auto k = tensor(batch * blocks * kv_heads * page * dim, page_dtype), v = k;
         const auto slopes = floats(heads), sinks = floats(heads);
         std::vector<uint8_t> out(q.size());
         std::vector<float> lse(heads * total);
-        atb_paged_args a = {q.data(), k.data(), v.data(), table.data(), lengths, cu.data(), sinks.data(), slopes.data(),
-                            out.data(), lse.data(), batch, heads, kv_heads, dim, page, blocks, total, heads * dim, dim,
-                            -1, -1, 0.3f, 0.0f, dtype, page_dtype, 1, threads};
+        atb_paged_args a = {
+            q.data(),      k.data(),   v.data(),   table.data(), lengths, cu.data(), sinks.data(),
+            slopes.data(), out.data(), lse.data(), batch,        heads,   kv_heads,  dim,
+            page,          blocks,     total,      heads * dim,  dim,     -1,        -1,
+            0.3f,          0.0f,       dtype,      page_dtype,   1,       threads};
         atb_paged_attention(&a);
         a.left = 9, a.softcap = 2.0f;
         atb_paged_attention(&a);
@@ -153,8 +166,10 @@ void decode(int weight_dtype, int page_dtype, int threads) {
       const int64_t width = (heads + 2 * kv_heads) * dim, half = dim / 2;
       auto qkv = tensor(width * hidden, weight_dtype), o = tensor(hidden * heads * dim, weight_dtype);
       auto gate_up = tensor(2 * inner * hidden, weight_dtype), down = tensor(hidden * inner, weight_dtype);
-      const auto qkv_bias = floats(width), o_bias = floats(hidden), up_bias = floats(2 * inner), norm = floats(hidden);
-      const auto head_norm = floats(dim), sinks = floats(heads), cos = floats(batch * half), sin = floats(batch * half);
+      const auto qkv_bias = floats(width), o_bias = floats(hidden), up_bias = floats(2 * inner),
+                 norm = floats(hidden);
+      const auto head_norm = floats(dim), sinks = floats(heads), cos = floats(batch * half),
+                 sin = floats(batch * half);
       auto k = tensor(batch * blocks * kv_heads * page * dim, page_dtype), v = k;
       auto x = floats(batch * hidden);
       std::vector<int32_t> table(batch * blocks), lengths(batch);
@@ -165,18 +180,22 @@ void decode(int weight_dtype, int page_dtype, int threads) {
         slots[b] = (b * blocks + (lengths[b] - 1) / page) * page + (lengths[b] - 1) % page;
       }
       atb_decode_args a = {};
-      a.qkv_weight = qkv.data(), a.o_weight = o.data(), a.gate_up_weight = gate_up.data(), a.down_weight = down.data();
+      a.qkv_weight = qkv.data(), a.o_weight = o.data(), a.gate_up_weight = gate_up.data(),
+      a.down_weight = down.data();
       a.attn_norm = a.mlp_norm = norm.data();
       a.k_pages = k.data(), a.v_pages = v.data(), a.hidden = x.data(), a.cos = cos.data(), a.sin = sin.data();
       a.slots = slots.data(), a.block_table = table.data(), a.kv_lengths = lengths.data();
-      a.batch = batch, a.hidden_size = hidden, a.intermediate_size = inner, a.heads = heads, a.kv_heads = kv_heads;
+      a.batch = batch, a.hidden_size = hidden, a.intermediate_size = inner, a.heads = heads,
+      a.kv_heads = kv_heads;
       a.head_dim = dim, a.half = half, a.page_size = page, a.max_blocks = blocks, a.left = -1;
-      a.eps = 1e-5f, a.scale = 0.2f, a.weight_dtype = weight_dtype, a.page_dtype = page_dtype, a.threads = threads;
+      a.eps = 1e-5f, a.scale = 0.2f, a.weight_dtype = weight_dtype, a.page_dtype = page_dtype,
+      a.threads = threads;
       std::vector<float> workspace(atb_decode_workspace(&a));
       a.workspace = workspace.data();
       atb_decode_layer(&a);
       a.qkv_bias = qkv_bias.data(), a.o_bias = a.down_bias = o_bias.data(), a.gate_up_bias = up_bias.data();
-      a.attn_post_norm = a.mlp_post_norm = norm.data(), a.q_norm = a.k_norm = head_norm.data(), a.sinks = sinks.data();
+      a.attn_post_norm = a.mlp_post_norm = norm.data(), a.q_norm = a.k_norm = head_norm.data(),
+      a.sinks = sinks.data();
       a.left = 5, a.softcap = 4.0f, a.interleaved = 1, a.activation = ATB_GELU;
       atb_decode_layer(&a);
       require_finite(x.data(), x.size(), "decode layer");

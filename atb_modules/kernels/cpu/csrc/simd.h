@@ -1,5 +1,6 @@
-// Float vectors of one instruction set's width, conversions from and to 16-bit floats, and elementary functions.
-// GCC vector extensions, so that the same text compiles for every processor; intrinsics only where they pay.
+// Float vectors of one instruction set's width, conversions from and to 16-bit floats, and elementary
+// functions. GCC vector extensions, so that the same text compiles for every processor; intrinsics only where
+// they pay.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -35,12 +36,24 @@ struct f16 {
 
 constexpr float INF = __builtin_inff();
 
-ATB_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-ATB_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-ATB_INLINE vf set1(float x) { return x - (vf){}; }
-ATB_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-ATB_INLINE vi as_int(vf a) { return (vi)a; }
-ATB_INLINE vf as_float(vi a) { return (vf)a; }
+ATB_INLINE int64_t min64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+ATB_INLINE int64_t max64(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+ATB_INLINE vf set1(float x) {
+  return x - (vf){};
+}
+ATB_INLINE vf vmax(vf a, vf b) {
+  return a > b ? a : b;
+}
+ATB_INLINE vi as_int(vf a) {
+  return (vi)a;
+}
+ATB_INLINE vf as_float(vi a) {
+  return (vf)a;
+}
 
 template <class V, class T> ATB_INLINE V load_raw(const T *p) {
   V v;
@@ -48,8 +61,12 @@ template <class V, class T> ATB_INLINE V load_raw(const T *p) {
   return v;
 }
 
-ATB_INLINE vf load(const float *p) { return load_raw<vf>(p); }
-ATB_INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+ATB_INLINE vf load(const float *p) {
+  return load_raw<vf>(p);
+}
+ATB_INLINE void store(float *p, vf v) {
+  memcpy(p, &v, sizeof v);
+}
 
 ATB_INLINE vf load(const bf16 *p) {
   return (vf)(__builtin_convertvector(load_raw<vh>(p), vu) << 16);
@@ -116,18 +133,28 @@ template <class T> ATB_INLINE vf round_to(vf v) {
   store(whole, v);
   return load(whole);
 }
-template <> inline __attribute__((always_inline)) vf round_to<float>(vf v) { return v; }
+template <> inline __attribute__((always_inline)) vf round_to<float>(vf v) {
+  return v;
+}
 
-ATB_INLINE float to_float(float x) { return x; }
+ATB_INLINE float to_float(float x) {
+  return x;
+}
 ATB_INLINE float to_float(bf16 x) {
   const uint32_t bits = (uint32_t)x.bits << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
-ATB_INLINE float to_float(f16 x) { return load_part(&x, 1)[0]; }
-template <class T> ATB_INLINE void from_float(T *p, float x) { store_part(p, set1(x), 1); }
-template <> inline __attribute__((always_inline)) void from_float<float>(float *p, float x) { *p = x; }
+ATB_INLINE float to_float(f16 x) {
+  return load_part(&x, 1)[0];
+}
+template <class T> ATB_INLINE void from_float(T *p, float x) {
+  store_part(p, set1(x), 1);
+}
+template <> inline __attribute__((always_inline)) void from_float<float>(float *p, float x) {
+  *p = x;
+}
 
 ATB_INLINE float sum(vf v) {
 #if ATB_WIDTH == 16

@@ -14,16 +14,16 @@ struct AtbTable {
   int64_t (*decode_workspace)(const atb_decode_args *);
 };
 
-#define ATB_DECLARE(isa)                                                                                       \
-  namespace isa {                                                                                              \
-  extern const AtbTable table;                                                                                 \
-  void norm(const atb_norm_args *);                                                                            \
-  void gated(const atb_gated_args *);                                                                          \
-  void rotary(const atb_rotary_args *);                                                                        \
-  void append(const atb_append_args *);                                                                        \
-  void linear(const atb_linear_args *);                                                                        \
-  void attention(const atb_attention_args *);                                                                  \
-  void paged(const atb_paged_args *);                                                                          \
-  void decode_layer(const atb_decode_args *);                                                                  \
-  int64_t decode_workspace(const atb_decode_args *);                                                           \
+#define ATB_DECLARE(isa)                                                                                     \
+  namespace isa {                                                                                            \
+  extern const AtbTable table;                                                                               \
+  void norm(const atb_norm_args *);                                                                          \
+  void gated(const atb_gated_args *);                                                                        \
+  void rotary(const atb_rotary_args *);                                                                      \
+  void append(const atb_append_args *);                                                                      \
+  void linear(const atb_linear_args *);                                                                      \
+  void attention(const atb_attention_args *);                                                                \
+  void paged(const atb_paged_args *);                                                                        \
+  void decode_layer(const atb_decode_args *);                                                                \
+  int64_t decode_workspace(const atb_decode_args *);                                                         \
   }

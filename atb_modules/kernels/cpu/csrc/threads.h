@@ -6,8 +6,8 @@
 
 namespace ATB_ISA {
 
-// body(thread, count) on `threads` threads; with one there is no parallel region, which a forked worker needs:
-// the pool of its parent does not exist there.
+// body(thread, count) on `threads` threads; with one there is no parallel region, which a forked worker
+// needs: the pool of its parent does not exist there.
 template <class Body> ATB_INLINE void on_threads(int threads, const Body &body) {
   if (threads <= 1) {
     body(0, 1);
@@ -27,7 +27,8 @@ ATB_INLINE Range share(int64_t n, int thread, int count) {
   return {begin, begin + each + (thread < extra)};
 }
 
-// body(item) for n items in contiguous shares; `work` (elements touched) below the threshold stays on one thread.
+// body(item) for n items in contiguous shares; `work` (elements touched) below the threshold stays on one
+// thread.
 template <class Body> ATB_INLINE void share_items(int threads, int64_t n, int64_t work, const Body &body) {
   const int used = work < 16384 ? 1 : (int)min64(threads, n);
   on_threads(used, [&](int thread, int count) {
@@ -36,7 +37,8 @@ template <class Body> ATB_INLINE void share_items(int threads, int64_t n, int64_
   });
 }
 
-// Items of unequal cost: threads take the next one as they come free. Results do not depend on who takes what.
+// Items of unequal cost: threads take the next one as they come free. Results do not depend on who takes
+// what.
 template <class Body> ATB_INLINE void take_items(int threads, int64_t n, const Body &body) {
   const int used = (int)min64(threads, n);
   if (used <= 1) {
@@ -55,8 +57,8 @@ template <class Body> ATB_INLINE void take_items(int threads, int64_t n, const B
   }
 }
 
-// A counting barrier in shared memory: spins, because a phase of one layer lasts microseconds, and yields when
-// the other threads are evidently not running.
+// A counting barrier in shared memory: spins, because a phase of one layer lasts microseconds, and yields
+// when the other threads are evidently not running.
 struct Barrier {
   int arrived = 0, phase = 0;
 
