@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from atb_modules.attention import KVCacheManager
 
 
-@dataclass(frozen=True, eq=False)
-class ModelOutput:
-    """Result of `DecoderModel.forward`.
+class ModelOutput(NamedTuple):
+    """Result of `DecoderModel.forward`; a tuple, so that `torch.export` and `torch.compile` know it.
 
     Attributes:
         logits: (batch, seq, vocab_size); rows at padding are 0 when a cache is used.

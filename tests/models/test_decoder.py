@@ -125,6 +125,25 @@ def test_explicit_positions():
     torch.testing.assert_close(cached, expected, atol=1e-5, rtol=0)
 
 
+def test_compiles_without_a_break():
+    model = build()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(IDS, labels=IDS)
+    output.loss.backward()
+    gradient = model.embed.weight.grad.clone()
+    model.zero_grad()
+    expected = model(IDS, labels=IDS)
+    expected.loss.backward()
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient, model.embed.weight.grad, atol=1e-6, rtol=0)
+
+
+def test_exports():
+    model = build("inference")
+    program = torch.export.export(model, (IDS,))
+    torch.testing.assert_close(program.module()(IDS).logits, model(IDS).logits, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
