@@ -51,13 +51,13 @@ class BlockTable:
             self.tensor = torch.full((rows, self.max_blocks), -1, dtype=torch.int32)
         self.array = self.tensor.numpy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockTable:
-        # The default would copy tensor and numpy view apart from each other.
-        twin = BlockTable(self.max_blocks)
-        twin._allocate(self.tensor.shape[0])
-        twin.tensor.copy_(self.tensor)
-        memo[id(self)] = twin
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        return {"max_blocks": self.max_blocks, "tensor": self.tensor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copied or pickled apart from each other, tensor and view would no longer share their memory.
+        self.max_blocks, self.tensor = state["max_blocks"], state["tensor"]
+        self.array = self.tensor.numpy()
 
     def reserve_rows(self, rows: int) -> None:
         old = self.tensor

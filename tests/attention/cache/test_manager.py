@@ -308,6 +308,17 @@ def test_stored_cache_stays_as_it_is():
     assert torch.equal(twin.gather(0, 0)[0][:, :6], stored)
 
 
+def test_a_pickled_cache_goes_on(generator):
+    cache = make_cache(num_pages=20)
+    cache.begin(1)
+    ((k, _),) = push(cache, [6], generator)
+    twin = pickle.loads(pickle.dumps(cache))
+    ((more, _),) = push(twin, [7], generator)
+    assert_holds(twin, 0, 0, torch.cat([k, more]))
+    assert twin.step(1).block_table(0)[0, :4].tolist() == [0, 1, 2, 3]
+    assert cache.lengths == (6,)
+
+
 def test_writes_work_across_inference_mode():
     with torch.inference_mode():
         cache = make_cache()
