@@ -57,9 +57,7 @@ def _throughput(lengths: tuple[int, ...], steps: int) -> Row:
         for layer in range(LAYERS):
             pages = cache.pages(layer)
             cache_append(k, v, *pages, step.slots(layer))
-            paged_attention(
-                q, *pages, step.block_table(layer), step.kv_lengths, step.cu_seqlens_q, SPEC
-            )
+            paged_attention(q, *pages, step.block_table(layer), step.kv_lengths, step.cu_seqlens_q, SPEC)
 
     def theirs() -> None:
         kv_len = dynamic.get_seq_length() + 1

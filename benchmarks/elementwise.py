@@ -64,7 +64,12 @@ def _norm(x, weight):
 
 
 def _rms_norm() -> list[Row]:
-    x, weight, out, work = torch.randn(ROWS, WIDTH), torch.randn(WIDTH), torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH)
+    x, weight, out, work = (
+        torch.randn(ROWS, WIDTH),
+        torch.randn(WIDTH),
+        torch.empty(ROWS, WIDTH),
+        torch.empty(ROWS, WIDTH),
+    )
     statistic = torch.empty(ROWS, 1)
     fused = _compiled(_norm)
     into = _compiled(lambda x, w, o: o.copy_(_norm(x, w)))

@@ -90,6 +90,7 @@ def _model() -> list[Row]:
         model(prompt, past_key_values=cache)
 
     times = interleave(
-        {"ours": ours, "transformers SDPA": lambda: peer(prompt, past_key_values=DynamicCache(config=peer.config))}, ROUNDS
+        {"ours": ours, "transformers SDPA": lambda: peer(prompt, past_key_values=DynamicCache(config=peer.config))},
+        ROUNDS,
     )
     return [row("prefill SmolLM2, 512 tokens, float32", times, "transformers SDPA", ">= 1")]

@@ -1,4 +1,4 @@
-"""The demo: SmolLM2-135M-Instruct answers through our layers, then stands beside transformers. Exit 1 without parity."""
+"""SmolLM2-135M-Instruct answers through our layers, then stands beside transformers. Exit status 1 without parity."""
 
 from __future__ import annotations
 
