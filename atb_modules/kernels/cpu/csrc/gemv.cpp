@@ -66,11 +66,55 @@ ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int
   }
 }
 
+// Four rows of activations against COLUMNS rows of weights: what is loaded is used COLUMNS or four times.
+template <int COLUMNS, class WT>
+ATB_INLINE void dot_tile(const float *x, int64_t x_stride, const WT *weight, int64_t weight_stride, int64_t k,
+                         float dots[][4]) {
+  vf acc[COLUMNS][4] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= k; i += 2 * W) {
+    Pair w[COLUMNS];
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; ++c) w[c] = load_pair(weight + c * weight_stride + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const vf first = load(x + r * x_stride + i), second = load(x + r * x_stride + i + W);
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; ++c) acc[c][r] = acc[c][r] + w[c].first * first + w[c].second * second;
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) dots[c][r] = sum(acc[c][r]);
+  for (; i < k; ++i)
+    for (int c = 0; c < COLUMNS; ++c)
+      for (int r = 0; r < 4; ++r) dots[c][r] += to_float(weight[c * weight_stride + i]) * x[r * x_stride + i];
+}
+
 template <class WT>
 static void products(const float *x, int64_t rows, int64_t x_stride, const WT *weight, int64_t k,
                      int64_t weight_stride, int64_t begin, int64_t end, const float *bias, float *out,
                      int64_t out_stride) {
-  for (int64_t n = begin; n < end; ++n) {
+  constexpr int COLUMNS = W == 16 ? 4 : 2;
+  int64_t n = begin;
+  for (; rows >= 4 && n + COLUMNS <= end; n += COLUMNS) {
+    const WT *w = weight + n * weight_stride;
+    float dots[COLUMNS][4];
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      dot_tile<COLUMNS>(x + r * x_stride, x_stride, w, weight_stride, k, dots);
+      for (int c = 0; c < COLUMNS; ++c)
+        for (int j = 0; j < 4; ++j)
+          out[(r + j) * out_stride + n + c] = dots[c][j] + (bias ? bias[n + c] : 0.0f);
+    }
+    for (; r < rows; ++r) // the weights are in the first-level cache by now
+      for (int c = 0; c < COLUMNS; ++c) {
+        dot_rows<1>(x + r * x_stride, x_stride, w + c * weight_stride, k, dots[c]);
+        out[r * out_stride + n + c] = dots[c][0] + (bias ? bias[n + c] : 0.0f);
+      }
+  }
+  for (; n < end; ++n) {
     const WT *w = weight + n * weight_stride;
     const float shift = bias ? bias[n] : 0.0f;
     float dots[4];
