@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Iterable
@@ -181,7 +182,9 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    # The gguf package is an extra: only GGUF files need it.
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{path} is a GGUF; reading it needs the package gguf: pip install 'atb-modules[gguf]'")
+    # An extra: only GGUF files need it.
     from .gguf_files import GGUFSource
 
     tensors = GGUFSource(path)

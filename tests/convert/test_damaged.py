@@ -176,3 +176,10 @@ def test_a_file_that_is_neither(tmp_path):
     path.write_bytes(b"x")
     with pytest.raises(ValueError, match=r"allowed: a directory with config.json, or a .gguf file"):
         load_model(path)
+
+
+def test_gguf_without_its_package(sizes, make_tensors, write_gguf, monkeypatch):
+    path = write_gguf(sizes, make_tensors(sizes))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"reading it needs the package gguf: pip install 'atb-modules\[gguf\]'"):
+        load_model(path)
