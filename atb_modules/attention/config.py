@@ -80,3 +80,23 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
     return tuple(slopes + extra)
+
+
+def checked_head_dim(hidden_size: int, num_heads: int, head_dim: int | None, num_kv_heads: int) -> int:
+    """head_dim, or its default; ValueError where the sizes do not fit each other."""
+    for name, value in (
+        ("hidden_size", hidden_size),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: a divisor of num_heads {num_heads}")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise ValueError(f"num_heads is {num_heads}; it must divide hidden_size {hidden_size}, or give head_dim")
+        return hidden_size // num_heads
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim!r}; allowed: a positive int")
+    return head_dim

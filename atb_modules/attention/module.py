@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
-from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes
+from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes, checked_head_dim
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
-from atb_modules.attention.qkv import ForeignQKV, FusedQKV, QKVLayout, SeparateQKV
+from atb_modules.attention.qkv import ForeignQKV, FusedQKV, QKVLayout, SeparateQKV, out_features
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.linear import Linear
 from atb_modules.norm import build_norm
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = _checked_head_dim(hidden_size, num_heads, head_dim, num_kv_heads)
+        head_dim = checked_head_dim(hidden_size, num_heads, head_dim, num_kv_heads)
         config = config if config is not None else AttentionConfig()
         if kv_hidden_size is not None and not cross:
             raise ValueError(f"kv_hidden_size is {kv_hidden_size}; self attention (cross=False) allows None")
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         if any(given) if qkv_proj is not None else not all(given):
             raise ValueError("give either q_proj, k_proj and v_proj, or qkv_proj alone")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        total = _out_features(qkv_proj if qkv_proj is not None else q_proj)
+        total = out_features(qkv_proj if qkv_proj is not None else q_proj)
         heads = num_heads + 2 * num_kv_heads if qkv_proj is not None else num_heads
         if total % heads:
             raise ValueError(f"the projection has {total} output channels, which {heads} heads do not divide")
@@ -150,16 +150,16 @@ class Attention(nn.Module):
             qkv: nn.Module = ForeignQKV(qkv_proj, qkv_layout, num_heads, num_kv_heads, head_dim)
         else:
             for name, proj in (("k_proj", k_proj), ("v_proj", v_proj)):
-                if _out_features(proj) != num_kv_heads * head_dim:
+                if out_features(proj) != num_kv_heads * head_dim:
                     raise ValueError(
-                        f"{name} has {_out_features(proj)} output channels; {num_kv_heads} kv heads of {head_dim} "
+                        f"{name} has {out_features(proj)} output channels; {num_kv_heads} kv heads of {head_dim} "
                         f"make {num_kv_heads * head_dim}"
                     )
             qkv = SeparateQKV(*separate, num_heads, num_kv_heads)  # type: ignore[arg-type]  # checked above
         if cross and qkv_proj is not None:
             raise ValueError("cross is True; cross attention needs q_proj, k_proj and v_proj, not qkv_proj")
         merged = o_proj is None or isinstance(o_proj, nn.Identity)
-        hidden_size = num_heads * head_dim if merged else _out_features(o_proj)
+        hidden_size = num_heads * head_dim if merged else out_features(o_proj)
         config = config if config is not None else AttentionConfig()
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -393,32 +393,3 @@ class Attention(nn.Module):
             f"{kind}num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"strategy={self.strategy.value}, causal={self.spec.causal.value}, window={self.spec.window}"
         )
-
-
-def _checked_head_dim(hidden_size: int, num_heads: int, head_dim: int | None, num_kv_heads: int) -> int:
-    for name, value in (
-        ("hidden_size", hidden_size),
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: a positive int")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: a divisor of num_heads {num_heads}")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise ValueError(f"num_heads is {num_heads}; it must divide hidden_size {hidden_size}, or give head_dim")
-        return hidden_size // num_heads
-    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
-        raise ValueError(f"head_dim is {head_dim!r}; allowed: a positive int")
-    return head_dim
-
-
-def _out_features(projection: nn.Module | None) -> int:
-    features = getattr(projection, "out_features", None)
-    if features is None:
-        weight = getattr(projection, "weight", None)
-        if weight is None:
-            raise TypeError(f"{type(projection).__name__} has neither out_features nor weight; its size is unknown")
-        features = weight.shape[0]
-    return int(features)

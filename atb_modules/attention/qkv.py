@@ -125,3 +125,14 @@ class ForeignQKV(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return split_qkv(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim, self.layout)
+
+
+def out_features(projection: nn.Module | None) -> int:
+    """Output channels of a user's projection, from ``out_features`` or the weight."""
+    features = getattr(projection, "out_features", None)
+    if features is None:
+        weight = getattr(projection, "weight", None)
+        if weight is None:
+            raise TypeError(f"{type(projection).__name__} has neither out_features nor weight; its size is unknown")
+        features = weight.shape[0]
+    return int(features)
