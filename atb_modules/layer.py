@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig
+from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
 from atb_modules.norm import NormConfig, build_norm
 from atb_modules.residual import ResidualBranch, ResidualConfig
@@ -222,9 +223,14 @@ class TransformerLayer(nn.Module):
             normed, x = self.cross_norm(attended, x)
             attended = self.cross_attention(normed, **across)
             attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
-        normed, x = self.mlp_norm(attended, x)
+        source = self.cross_attention if self.layer_type is LayerType.CROSS_DECODER else self.attention
+        overwrite = may_overwrite(source.o_proj, source)
+        normed, x = self.mlp_norm(attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
-        return x + self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
+        mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
+        if mixed.dtype == x.dtype and may_overwrite(self.mlp.down_proj, self.mlp):
+            return mixed.add_(x)
+        return x + mixed
 
     def _own_cache(self, hidden_states: Tensor) -> KVCacheManager:
         if self.mode is not LayerMode.INFERENCE:

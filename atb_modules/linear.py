@@ -78,6 +78,17 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias, strategy=self.strategy)
 
 
+def may_overwrite(projection: nn.Module, *around: nn.Module) -> bool:
+    """Whether what ``projection`` just returned belongs to the caller alone, so that its memory can be taken.
+
+    Not where gradients are recorded, where it is a user's own module, or where a forward hook on it or on a module
+    ``around`` it may have kept the tensor.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(projection, Linear):
+        return False
+    return not any(module._forward_hooks for module in (projection, *around))
+
+
 def fuse_on_load(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
     """Let ``load_state_dict`` take separate projections where ``module`` stores one fused weight.
 

@@ -342,3 +342,24 @@ def test_feed_forward_is_swiglu_of_the_paper():
     mlp.load_state_dict({"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": torch.ones(16, 24)})
     x = torch.randn(3, 16)
     torch.testing.assert_close(mlp(x), (F.silu(x @ gate.t()) * (x @ up.t())) @ torch.ones(24, 16))
+
+
+def test_inference_overwrites_nothing_that_a_hook_may_have_kept():
+    layer = TransformerLayer(32, 4, rotary=RotaryConfig(), mode="inference")
+    x = torch.randn(2, 5, 32)
+    before, expected = x.clone(), layer(x)
+    kept = {}
+    for name, module in layer.named_modules():
+        if name:
+            module.register_forward_hook(lambda m, a, out, name=name: kept.update({name: (out, clone(out))}))
+    assert torch.equal(layer(x), expected) and torch.equal(x, before)
+    for name, (out, copied) in kept.items():
+        assert same(out, copied), name
+
+
+def clone(value):
+    return tuple(clone(v) for v in value) if isinstance(value, tuple) else value.clone()
+
+
+def same(a, b):
+    return all(map(same, a, b)) if isinstance(a, tuple) else torch.equal(a, b)

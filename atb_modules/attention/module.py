@@ -16,7 +16,7 @@ from atb_modules.attention.functional import attention, cache_append, paged_atte
 from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
 from atb_modules.attention.qkv import ForeignQKV, FusedQKV, QKVLayout, SeparateQKV, out_features
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
-from atb_modules.linear import Linear
+from atb_modules.linear import Linear, may_overwrite
 from atb_modules.norm import build_norm
 from atb_modules.strategies import attention_strategy_of
 
@@ -355,8 +355,9 @@ class Attention(nn.Module):
             q, k = self._normalise(q, k)
         if self.rotary is not None and tables is not None:
             config = self.rotary.config
-            q = rotary(q, *tables, layout=config.layout, strategy=config.strategy)
-            k = rotary(k, *tables, layout=config.layout, strategy=config.strategy)
+            options: dict[str, Any] = {"layout": config.layout, "strategy": config.strategy}
+            options["overwrite"] = isinstance(self.qkv, FusedQKV) and may_overwrite(self.qkv.qkv_proj, self.qkv)
+            q, k = rotary(q, *tables, **options), rotary(k, *tables, **options)
         if order is QKNormOrder.AFTER_ROTARY:
             q, k = self._normalise(q, k)
         return q, k

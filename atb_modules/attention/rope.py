@@ -126,6 +126,7 @@ def rotary(
     *,
     layout: RotaryLayout | str = RotaryLayout.HALF,
     strategy: str = "auto",
+    overwrite: bool = False,
 ) -> Tensor:
     """Rotate x by the angles of its tokens.
 
@@ -134,6 +135,7 @@ def rotary(
         cos, sin: (..., tokens, rotary_dim / 2), float32; leading axes equal x's or broadcast to them. Channels past
             rotary_dim pass through.
         layout: a ``RotaryLayout`` or its word.
+        overwrite: whether the result may take x's memory, where no gradient is recorded.
     """
     layout = parse_enum(RotaryLayout, layout, "layout")
     if cos.shape != sin.shape:
@@ -156,10 +158,11 @@ def rotary(
         contiguous=x.is_contiguous(),
     )
     kernel = resolve("rotary", None, traits, strategy)
+    function = kernel.choose_function(overwrite, traits)
     if x.dim() == 3:
-        return kernel.function(x, cos, sin, layout is RotaryLayout.INTERLEAVED)
+        return function(x, cos, sin, layout is RotaryLayout.INTERLEAVED)
     cos, sin = (t.expand(*tokens, t.shape[-1]).reshape(-1, t.shape[-1]) for t in (cos, sin))
-    flat = kernel.function(x.reshape(-1, heads, head_dim), cos, sin, layout is RotaryLayout.INTERLEAVED)
+    flat = function(x.reshape(-1, heads, head_dim), cos, sin, layout is RotaryLayout.INTERLEAVED)
     return flat.reshape(x.shape)
 
 

@@ -41,6 +41,7 @@ class Kernel:
         cost: ``(spec, traits) -> Cost``, compared by AUTO.
         device_types: torch device types it runs on; empty for any.
         needs_contiguous: whether the front must hand it contiguous tensors; the copy is part of its cost.
+        inplace: the same with the result in the memory of its first argument, for callers that no longer need it.
     """
 
     op: str
@@ -50,12 +51,19 @@ class Kernel:
     cost: CostFunction = field(compare=False)
     device_types: tuple[str, ...] = ()
     needs_contiguous: bool = False
+    inplace: Callable[..., Any] | None = field(default=None, compare=False)
 
     def reasons_against(self, spec: Any, traits: Traits) -> tuple[str, ...]:
         """Every sentence that speaks against this kernel for such a call."""
         if self.device_types and traits.device_type not in self.device_types:
             return (f"runs on {', '.join(self.device_types)}, the tensors are on {traits.device_type}",)
         return self.reasons(spec, traits)
+
+    def choose_function(self, overwrite: bool, traits: Traits) -> Callable[..., Any]:
+        """``inplace`` where the caller allows it, nothing is differentiated and nothing is traced."""
+        if overwrite and self.inplace and not traits.requires_grad and not torch.compiler.is_compiling():
+            return self.inplace
+        return self.function
 
     def predicted_seconds(self, spec: Any, traits: Traits) -> float:
         cost = self.cost(spec, traits)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atb_modules.linear import Linear, fuse_on_load
+from atb_modules.linear import Linear, fuse_on_load, may_overwrite
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.strategies import LinearStrategy, MLPStrategy, parse_enum
 
@@ -97,7 +97,8 @@ class FeedForward(nn.Module):
         kind = self.mlp_type.activation
         if self.mlp_type.is_gated:
             gate, up = self.gate_up_proj(x).split(self.intermediate_size, dim=-1)
-            hidden = gated_activation(gate, up, kind, strategy=self.config.strategy)
+            overwrite = may_overwrite(self.gate_up_proj)
+            hidden = gated_activation(gate, up, kind, strategy=self.config.strategy, overwrite=overwrite)
         else:
             hidden = activation(self.up_proj(x), kind)
         return self.down_proj(self.dropout(hidden))

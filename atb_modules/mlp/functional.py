@@ -13,12 +13,15 @@ from atb_modules.kernels.traits import ActivationTraits, count
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", *, strategy: str = "auto") -> Tensor:
+def gated_activation(
+    gate: Tensor, up: Tensor, kind: str = "silu", *, strategy: str = "auto", overwrite: bool = False
+) -> Tensor:
     """``activation(gate) * up``, elementwise (GLU variants: Shazeer, 2020).
 
     Args:
         gate, up: equal shapes (..., width); may be the two halves of one fused product.
         kind: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu2".
+        overwrite: whether the result may take gate's memory, where no gradient is recorded.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
@@ -39,7 +42,7 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", *, strategy: 
     kernel = resolve("gated_activation", None, traits, strategy)
     if kernel.needs_contiguous:
         gate, up = gate.contiguous(), up.contiguous()
-    return kernel.function(gate, up, kind)
+    return kernel.choose_function(overwrite, traits)(gate, up, kind)
 
 
 def activation(x: Tensor, kind: str) -> Tensor:

@@ -24,7 +24,7 @@ def rms_norm(
     Statistics in float32 for every dtype. ``cast_first`` rounds the normalised values to x's dtype before the weight
     multiplies them, as Llama does; otherwise all is float32 with one rounding at the end.
     """
-    kernel = _resolve("rms_norm", x, None, (weight,), strategy)
+    kernel, _ = _resolve("rms_norm", x, None, (weight,), strategy)
     return kernel.function(_input(kernel, x), weight, eps, weight_offset, cast_first)
 
 
@@ -37,11 +37,16 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     cast_first: bool = False,
     strategy: str = "auto",
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    """``(rms_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first.
+
+    ``overwrite`` lets the sum take x's memory, where no gradient is recorded.
+    """
     x, residual = _autocast(x, residual)
-    kernel = _resolve("add_rms_norm", x, residual, (weight,), strategy)
-    return kernel.function(_input(kernel, x), _input(kernel, residual), weight, eps, weight_offset, cast_first)
+    kernel, traits = _resolve("add_rms_norm", x, residual, (weight,), strategy)
+    function = kernel.choose_function(overwrite, traits)
+    return function(_input(kernel, x), _input(kernel, residual), weight, eps, weight_offset, cast_first)
 
 
 def layer_norm(
@@ -53,7 +58,7 @@ def layer_norm(
     strategy: str = "auto",
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis (Ba et al., 2016), statistics in float32."""
-    kernel = _resolve("layer_norm", x, None, (weight, bias), strategy)
+    kernel, _ = _resolve("layer_norm", x, None, (weight, bias), strategy)
     return kernel.function(_input(kernel, x), weight, bias, eps)
 
 
@@ -68,7 +73,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
     x, residual = _autocast(x, residual)
-    kernel = _resolve("add_layer_norm", x, residual, (weight, bias), strategy)
+    kernel, _ = _resolve("add_layer_norm", x, residual, (weight, bias), strategy)
     return kernel.function(_input(kernel, x), _input(kernel, residual), weight, bias, eps)
 
 
@@ -86,7 +91,7 @@ def _input(kernel: Kernel, x: Tensor) -> Tensor:
 
 def _resolve(
     op: str, x: Tensor, residual: Tensor | None, parameters: tuple[Tensor | None, ...], strategy: str
-) -> Kernel:
+) -> tuple[Kernel, NormTraits]:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}; allowed: a floating tensor")
     if x.dim() == 0:
@@ -112,4 +117,4 @@ def _resolve(
         requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
         contiguous=x.is_contiguous() and (residual is None or residual.is_contiguous()),
     )
-    return resolve(op, None, traits, strategy)
+    return resolve(op, None, traits, strategy), traits

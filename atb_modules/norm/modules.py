@@ -50,7 +50,8 @@ class NormConfig:
 class RMSNorm(nn.Module):
     """Root mean square norm over the last axis; the weight starts so that ``weight_offset + weight`` is 1.
 
-    ``norm(x)`` gives the normed x; ``norm(x, residual)`` gives ``(norm(x + residual), x + residual)`` in one pass.
+    ``norm(x)`` gives the normed x; ``norm(x, residual)`` gives ``(norm(x + residual), x + residual)`` in one pass, and
+    ``overwrite`` lets the sum take x's memory where a kernel can.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.config.weight_offset)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         config = self.config
         options: dict[str, Any] = {
             "weight_offset": config.weight_offset,
@@ -92,7 +95,7 @@ class RMSNorm(nn.Module):
         }
         if residual is None:
             return rms_norm(x, self.weight, config.eps, **options)
-        return add_rms_norm(x, residual, self.weight, config.eps, **options)
+        return add_rms_norm(x, residual, self.weight, config.eps, overwrite=overwrite, **options)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.config.weight_offset:g}" if self.config.weight_offset else ""
@@ -129,7 +132,9 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         config = self.config
         if residual is None:
             return layer_norm(x, self.weight, self.bias, config.eps, strategy=config.strategy)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library, structs
-from .library_ops import LIB, as_rows, call, check_out, check_same, define, threads
+from .library_ops import LIB, as_rows, call, check_same, define, threads
 
 
 def _kind(kind: str) -> int:
@@ -19,16 +19,19 @@ def _kind(kind: str) -> int:
 
 
 def gated_activation_out(gate: Tensor, up: Tensor, kind: str, *, out: Tensor) -> None:
-    """act(gate) * up into `out` (contiguous); gate and up may be two halves of one fused product."""
+    """act(gate) * up into `out`; gate and up may be two halves of one fused product, and `out` may be gate."""
     code, dtype = _kind(kind), library.dtype_code("gate", gate.dtype)
     check_same("up", up, "gate", gate.shape, gate.dtype)
-    check_out(out, gate.shape, gate.dtype)
+    check_same("out", out, "the result", gate.shape, gate.dtype)
     if gate.numel() == 0:
         return
     if gate.dim() == 0:
         gate, up = gate.reshape(1), up.reshape(1)
     gate, rows, width, gate_stride = as_rows(gate)
     up, _, _, up_stride = as_rows(up)
+    rows_of_out, _, _, out_stride = as_rows(out)
+    if rows_of_out.data_ptr() != out.data_ptr():
+        raise ValueError(f"out must have dense rows of one stride, got strides {out.stride()}")
     args = structs.GatedArgs(
         gate.data_ptr(),
         up.data_ptr(),
@@ -37,6 +40,7 @@ def gated_activation_out(gate: Tensor, up: Tensor, kind: str, *, out: Tensor) ->
         width,
         gate_stride,
         up_stride,
+        out_stride,
         dtype,
         code,
         threads(),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import library, structs
-from .library_ops import LIB, call, check_out, check_same, define, last_dense, pointer, threads
+from .library_ops import LIB, call, check_same, define, last_dense, pointer, threads
 
 
 def _check_tables(cos: Tensor, sin: Tensor, tokens: int, head_dim: int) -> int:
@@ -26,14 +26,16 @@ def _check_packed(name: str, x: Tensor) -> None:
 
 
 def rotary_out(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, out: Tensor) -> None:
-    """Rotates x (tokens, heads, head_dim) into `out` (contiguous); tables (tokens, rotary_dim / 2)."""
+    """Rotates x (tokens, heads, head_dim) into `out`, which may be x; tables (tokens, rotary_dim / 2)."""
     _check_packed("x", x)
     dtype = library.dtype_code("x", x.dtype)
     tokens, heads, head_dim = x.shape
     half = _check_tables(cos, sin, tokens, head_dim)
-    check_out(out, x.shape, x.dtype)
+    check_same("out", out, "the result", x.shape, x.dtype)
     if x.numel() == 0:
         return
+    if last_dense(out) is not out:
+        raise ValueError(f"out must have a dense last axis, got strides {out.stride()}")
     x, cos, sin = last_dense(x), cos.contiguous(), sin.contiguous()
     args = structs.RotaryArgs(
         x.data_ptr(),

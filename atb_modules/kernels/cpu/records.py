@@ -75,6 +75,36 @@ def gated_activation_cpu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return _OPS.gated_activation(gate, up, kind)
 
 
+def gated_activation_cpu_(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """The same into the memory of gate."""
+    _OPS.gated_activation.out(gate, up, kind, out=gate)
+    return gate
+
+
+def rotary_cpu_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The same into the memory of x."""
+    if x.stride(-1) != 1:
+        return rotary_cpu(x, cos, sin, interleaved)
+    _OPS.rotary.out(x, cos, sin, interleaved, out=x)
+    return x
+
+
+def add_rms_norm_cpu_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same with the sum in the memory of x."""
+    if not x.is_contiguous():
+        return add_rms_norm_cpu(x, residual, weight, eps, weight_offset, cast_first)
+    normed = torch.empty_like(x)
+    _OPS.add_rms_norm.out(x, residual, _supported(weight), eps, weight_offset, cast_first, out=normed, sum_out=x)
+    return normed, x
+
+
 def rotary_cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (tokens, heads, head_dim) of any strides, cos and sin (tokens, rotary_dim / 2)."""
     return _OPS.rotary(x, cos, sin, interleaved)
@@ -227,7 +257,10 @@ def _linear_cost(spec: None, traits: LinearTraits) -> Cost:
     moved = traits.weight_dtype.itemsize * weights
     if traits.rows <= GEMV_ROWS:
         return Cost(operations=operations, bytes=moved)
-    # The panels' products are torch's: its rate is higher than the one of our kernels.
+    # The panels' products are torch's: its rate is higher than the one of our kernels, and without panels it is
+    # better left to itself.
+    if traits.weight_dtype == traits.dtype == torch.float32:
+        return Cost(operations=operations, bytes=moved, calls=2.0)
     if traits.weight_dtype != torch.float32:
         moved += 8.0 * weights
     if traits.dtype != torch.float32:
@@ -267,11 +300,31 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
 
 _CPU = ("cpu",)
 register(Kernel("rms_norm", NormStrategy.CPU, rms_norm_cpu, _plain_reasons, _norm_cost, _CPU))
-register(Kernel("add_rms_norm", NormStrategy.CPU, add_rms_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(
+    Kernel(
+        "add_rms_norm",
+        NormStrategy.CPU,
+        add_rms_norm_cpu,
+        _plain_reasons,
+        _norm_cost,
+        _CPU,
+        inplace=add_rms_norm_cpu_,
+    )
+)
 register(Kernel("layer_norm", NormStrategy.CPU, layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
 register(Kernel("add_layer_norm", NormStrategy.CPU, add_layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
-register(Kernel("gated_activation", MLPStrategy.CPU, gated_activation_cpu, _plain_reasons, _activation_cost, _CPU))
-register(Kernel("rotary", RotaryStrategy.CPU, rotary_cpu, _plain_reasons, _rotary_cost, _CPU))
+register(
+    Kernel(
+        "gated_activation",
+        MLPStrategy.CPU,
+        gated_activation_cpu,
+        _plain_reasons,
+        _activation_cost,
+        _CPU,
+        inplace=gated_activation_cpu_,
+    )
+)
+register(Kernel("rotary", RotaryStrategy.CPU, rotary_cpu, _plain_reasons, _rotary_cost, _CPU, inplace=rotary_cpu_))
 register(Kernel("linear", LinearStrategy.CPU, linear_cpu, _linear_reasons, _linear_cost, _CPU))
 register(Kernel("cache_append", CacheStrategy.CPU, cache_append_cpu, _append_reasons, _append_cost, _CPU))
 register(Kernel("rotary_append", CacheStrategy.CPU, rotary_append_cpu, _append_reasons, _append_cost, _CPU))

@@ -28,7 +28,9 @@ class NormArgs(ctypes.Structure):
 
 
 class GatedArgs(ctypes.Structure):
-    _fields_ = _fields(("gate up out", _P), ("rows width gate_stride up_stride", _I64), ("dtype kind threads", _I32))
+    _fields_ = _fields(
+        ("gate up out", _P), ("rows width gate_stride up_stride out_stride", _I64), ("dtype kind threads", _I32)
+    )
 
 
 class RotaryArgs(ctypes.Structure):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atb_modules import masks
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.half_units import cpu_has_half_units
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import AttentionTraits
 from atb_modules.spec import AttentionSpec, Causal
@@ -163,7 +164,10 @@ def _sdpa_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
     square = spec.is_causal and traits.q_len == traits.kv_len
     masked = traits.mask != "none" or spec.window is not None or traits.has_alibi or (spec.is_causal and not square)
-    share = 0.5 if square and not masked else 1.0
+    # Measured: the causal flag skips half the blocks but saves a third of the time.
+    share = 0.66 if square and not masked else 1.0
+    if traits.device_type == "cpu" and cpu_has_half_units(traits.dtype):
+        share *= 0.4
     extra = 12.0 * traits.q_len * traits.kv_len if masked else 0.0
     operations = 2.0 * share * scores * (traits.head_dim + traits.value_dim)
     if traits.dropout and traits.device_type == "cpu":

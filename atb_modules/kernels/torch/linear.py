@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.half_units import cpu_has_half_units
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import LinearTraits
 from atb_modules.strategies import LinearStrategy
@@ -15,12 +16,6 @@ from atb_modules.strategies import LinearStrategy
 SLOW_HALF_FACTOR = 6.0
 #: Rows from which converting the weight to float32 pays there.
 FLOAT32_ROWS = 16
-#: Read once: the processor does not change, and torch.compile cannot trace the question.
-BFLOAT16_UNITS = bool(
-    (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    and torch.backends.mkldnn.is_available()
-    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-)
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,11 +31,6 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     wide = torch.promote_types(x.dtype, weight.dtype)
     bias = None if bias is None else bias.to(wide)
     return F.linear(x.to(wide), weight.to(wide), bias).to(x.dtype)
-
-
-def cpu_has_half_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` by units of its own, and oneDNN may use them."""
-    return dtype == torch.bfloat16 and BFLOAT16_UNITS
 
 
 def _in_float32(device_type: str, dtype: torch.dtype, rows: int) -> bool:

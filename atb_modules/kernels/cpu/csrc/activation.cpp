@@ -7,7 +7,7 @@ namespace ATB_ISA {
 template <class T, int KIND> static void run(const atb_gated_args *a) {
   share_items(a->threads, a->rows, a->rows * a->width * 4, [&](int64_t row) {
     const T *gate = (const T *)a->gate + row * a->gate_stride, *up = (const T *)a->up + row * a->up_stride;
-    T *out = (T *)a->out + row * a->width;
+    T *out = (T *)a->out + row * a->out_stride;
     int64_t i = 0;
     for (; i + W <= a->width; i += W) store(out + i, activate<KIND>(load(gate + i)) * load(up + i));
     if (i < a->width) {

@@ -28,11 +28,11 @@ typedef struct {
   int32_t dtype, weight_dtype, cast_first, layer_norm, threads;
 } atb_norm_args;
 
-/* out = activation(gate) * up, rows with their own strides, out contiguous. */
+/* out = activation(gate) * up, rows with their own strides; out may be gate. */
 typedef struct {
   const void *gate, *up;
   void *out;
-  int64_t rows, width, gate_stride, up_stride;
+  int64_t rows, width, gate_stride, up_stride, out_stride;
   int32_t dtype, kind, threads;
 } atb_gated_args;
 

@@ -68,7 +68,7 @@ void rows_of(int dtype, int threads) {
       atb_norm(&n);
     }
     for (int kind = 0; kind < 4; ++kind) {
-      const atb_gated_args g = {x.data(), y.data(), out.data(), rows, width,
+      const atb_gated_args g = {x.data(), y.data(), out.data(), rows, width,  width,
                                 width,    width,    dtype,      kind, threads};
       atb_gated_activation(&g);
     }
