@@ -1,7 +1,7 @@
 """DecodeStep: logits of the next token of every open row, by the shortest road that the model and machine
 allow.
 
-The short road is one native call a layer (`DecodeLayerPlan`) between the embedding and the head, over
+The short road is one native call for all layers (`DecodeStackPlan`) between the embedding and the head, over
 pointers and a workspace that are made once. The long road runs the modules; it is the reference and the
 fallback, and the registry logs why (logger `atb_modules.kernels`, op `decode_layer`).
 """
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from atb_modules.attention import CacheStep, KVCacheManager, RotaryEmbedding
-from atb_modules.kernels.cpu import DecodeLayerPlan
+from atb_modules.kernels.cpu import DecodeLayerPlan, DecodeStackPlan
 from atb_modules.kernels.cpu.decode_layer import MAX_BATCH
 from atb_modules.kernels.registry import resolve
-from atb_modules.linear import linear
-from atb_modules.norm import rms_norm
 from atb_modules.strategies import DecodeStrategy
 
 from .layer_plan import layer_traits, norm_weight
 
 if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
+
+native = torch.ops.atb_modules
 
 _TABLE_STEP = 1024
 
@@ -55,28 +55,22 @@ class NativeRoad:
 
     def __init__(self, model: DecoderModel, cache: KVCacheManager, plans: list[DecodeLayerPlan]) -> None:
         self.model = model
-        for plan in plans[1:]:
-            plan.share_workspace(plans[0])
         configs = list(model.rotary)
         self.tables = [RotaryTable(rotary) for rotary in model.rotary.values()]
-        runs = [plan.run for plan in plans]
-        # Looked up by number: hashing a configuration costs as much as the rest of a layer's Python.
         places = [configs.index(config) for config in model.config.rotary]
-        self.layers = list(zip(runs, places, range(len(plans)), strict=True))
+        self.stack = DecodeStackPlan(plans, places, cache.layer_groups)
         self.norm_weight = norm_weight(model.norm)
 
     def __call__(self, tokens: Tensor, step: CacheStep) -> Tensor:
         model = self.model
         hidden = model.embed_tokens(tokens).float()
         tables = [table(step) for table in self.tables]
-        lengths = step.kv_lengths
-        for run, place, index in self.layers:
-            cos, sin = tables[place]
-            run(hidden, cos, sin, step.slots(index), step.block_table(index), lengths)
+        self.stack.run(hidden, tables, step.group_slots, step.group_tables, step.kv_lengths)
         norm = model.norm.config
-        normed = rms_norm(hidden, self.norm_weight, norm.eps, weight_offset=norm.weight_offset)
-        logits = linear(normed, model.lm_head.weight, strategy=model.lm_head.strategy)
-        return model.cap_logits(logits)
+        # The native ops by name: the layers' plan has settled that they can run, and asking again for every token
+        # would take as long as they do.
+        normed = native.rms_norm(hidden, self.norm_weight, norm.eps, norm.weight_offset, False)
+        return model.cap_logits(native.linear(normed, model.lm_head.weight, None))
 
 
 class DecodeStep:

@@ -126,6 +126,11 @@ class KVCacheManager(PrefixSharing):
         """Tokens of each open sequence."""
         return tuple(row.length for row in self._book.rows)
 
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """For each layer, the number of its group: layers of one window share slots and block tables."""
+        return self._layer_groups
+
     def begin(self, batch_size: int) -> None:
         """Opens `batch_size` empty sequences; those that were open are closed. Registered prefixes stay."""
         count = check_count("batch_size", batch_size, least=0)

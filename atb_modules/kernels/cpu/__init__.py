@@ -2,10 +2,12 @@
 
 from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_rotary, records
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
+from .decode_stack import DecodeStackPlan
 
 __all__ = [
     "DecodeLayerPlan",
     "DecodeSettings",
+    "DecodeStackPlan",
     "DecodeWeights",
     "library",
     "ops_activation",

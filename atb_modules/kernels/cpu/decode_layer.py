@@ -160,6 +160,11 @@ class DecodeLayerPlan:
         self._workspace_threads = 0
         self._workspace = torch.empty(0)
 
+    @property
+    def arguments(self) -> structs.DecodeArgs:
+        """The arguments of the native call, but for what changes from step to step."""
+        return self._args
+
     def share_workspace(self, other: DecodeLayerPlan) -> None:
         """Uses another plan's workspace: layers of one model run one after the other and need only one."""
         self._ensure_workspace(torch.get_num_threads())

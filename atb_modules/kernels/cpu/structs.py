@@ -94,6 +94,14 @@ class DecodeArgs(ctypes.Structure):
     )
 
 
+class DecodeStackArgs(ctypes.Structure):
+    _fields_ = _fields(
+        ("layers rotary_of group_of hidden cos sin slots block_tables max_blocks kv_lengths", _P),
+        ("count batch", _I64),
+        ("threads reserved", _I32),
+    )
+
+
 KERNELS: dict[str, type[ctypes.Structure]] = {
     "atb_norm": NormArgs,
     "atb_gated_activation": GatedArgs,
@@ -103,5 +111,6 @@ KERNELS: dict[str, type[ctypes.Structure]] = {
     "atb_attention": AttentionArgs,
     "atb_paged_attention": PagedArgs,
     "atb_decode_layer": DecodeArgs,
+    "atb_decode_stack": DecodeStackArgs,
     "atb_decode_workspace": DecodeArgs,
 }

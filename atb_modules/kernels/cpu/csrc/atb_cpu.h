@@ -112,6 +112,21 @@ typedef struct {
   int32_t weight_dtype, page_dtype, interleaved, activation, threads, reserved;
 } atb_decode_args;
 
+/* A step through `count` layers one after the other: what stays from step to step is set in `layers`, what
+   the layers share is here. rotary_of and group_of say which tables a layer takes. */
+typedef struct {
+  const atb_decode_args *layers;
+  const int32_t *rotary_of, *group_of;
+  float *hidden;
+  const float *const *cos, *const *sin;
+  const int64_t *const *slots;
+  const int32_t *const *block_tables;
+  const int64_t *max_blocks;
+  const int32_t *kv_lengths;
+  int64_t count, batch;
+  int32_t threads, reserved;
+} atb_decode_stack_args;
+
 #if defined(__GNUC__)
 #define ATB_EXPORT __attribute__((visibility("default")))
 #else
@@ -135,6 +150,7 @@ ATB_EXPORT void atb_linear(const atb_linear_args *args);
 ATB_EXPORT void atb_attention(const atb_attention_args *args);
 ATB_EXPORT void atb_paged_attention(const atb_paged_args *args);
 ATB_EXPORT void atb_decode_layer(const atb_decode_args *args);
+ATB_EXPORT void atb_decode_stack(const atb_decode_stack_args *args);
 ATB_EXPORT int64_t atb_decode_workspace(const atb_decode_args *args);
 
 #ifdef __cplusplus

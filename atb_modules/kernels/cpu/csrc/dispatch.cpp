@@ -106,6 +106,22 @@ void atb_paged_attention(const atb_paged_args *args) {
 void atb_decode_layer(const atb_decode_args *args) {
   current()->decode_layer(args);
 }
+void atb_decode_stack(const atb_decode_stack_args *args) {
+  for (int64_t i = 0; i < args->count; ++i) {
+    atb_decode_args layer = args->layers[i];
+    const int32_t rotary = args->rotary_of[i], group = args->group_of[i];
+    layer.hidden = args->hidden;
+    layer.cos = args->cos[rotary];
+    layer.sin = args->sin[rotary];
+    layer.slots = args->slots[group];
+    layer.block_table = args->block_tables[group];
+    layer.max_blocks = args->max_blocks[group];
+    layer.kv_lengths = args->kv_lengths;
+    layer.batch = args->batch;
+    layer.threads = args->threads;
+    current()->decode_layer(&layer);
+  }
+}
 int64_t atb_decode_workspace(const atb_decode_args *args) {
   return current()->decode_workspace(args);
 }

@@ -29,6 +29,10 @@ ATB_INLINE Pair load_pair(const bf16 *p) {
   return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
 }
 
+// Rows of a weight follow each other in memory: what is asked for ahead is the next row's, and the hardware's
+// own prefetcher, which stops at every page, is not waited for.
+constexpr size_t AHEAD = 8192;
+
 // out[r * stride] = dot(x + r * x_stride, weight) for ROWS rows of activations and one row of weights.
 template <int ROWS, class WT>
 ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int64_t k, float *out) {
@@ -36,6 +40,9 @@ ATB_INLINE void dot_rows(const float *x, int64_t x_stride, const WT *weight, int
   vf even[SETS][ROWS] = {}, odd[SETS][ROWS] = {};
   int64_t i = 0;
   for (; i + 2 * W * SETS <= k; i += 2 * W * SETS) {
+#pragma GCC unroll 8
+    for (size_t line = 0; line < 2 * W * SETS * sizeof(WT); line += 64)
+      __builtin_prefetch((const char *)(weight + i) + AHEAD + line);
 #pragma GCC unroll 4
     for (int s = 0; s < SETS; ++s) {
       const Pair w = load_pair(weight + i + 2 * W * s);
