@@ -67,6 +67,7 @@ def _layer(hidden: int) -> list[Row]:
             "transformers bfloat16": lambda: peer_half(x_half, position_embeddings=half_tables),
         },
         ROUNDS,
+        settle=True,
     )
     name = f"prefill layer, hidden {hidden}, {TOKENS} tokens"
     return [

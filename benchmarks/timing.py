@@ -44,11 +44,19 @@ class Row:
 HEADER = f"{'':<52} {'ours ms':>9} {'peer ms':>9} {'ratio':>7} {'goal':>8}  {'limit ms, share':<40}"
 
 
-def interleave(functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> Timings:
-    """Run every function once a round, in turn, so that a machine that drifts drifts for all of them."""
+def interleave(
+    functions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2, settle: bool = False
+) -> Timings:
+    """Run every function once a round, in turn, so that a machine that drifts drifts for all of them.
+
+    ``settle`` runs each once more before it is timed, so that nobody pays for what the one before left behind (caches
+    full of other memory, a lower clock after a long stretch of wide vectors).
+    """
     times: Timings = {name: [] for name in functions}
     for index in range(warmup + rounds):
         for name, function in functions.items():
+            if settle:
+                function()
             start = time.perf_counter()
             function()
             elapsed = time.perf_counter() - start

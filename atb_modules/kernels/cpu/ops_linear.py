@@ -7,7 +7,6 @@ through torch, 16-bit weights in panels of 1,024 rows that are converted to floa
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import library, structs
@@ -49,27 +48,34 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     call("atb_linear", args)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x weight^T + bias into `out`, all float32; out's rows may lie apart."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 def _panels(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     rows = x.reshape(-1, x.shape[-1]).float()
     flat = out.view(-1, weight.shape[0])
     bias = None if bias is None else bias.float()
-    if weight.dtype == torch.float32:
-        result = F.linear(rows, weight, bias) if out.dtype != torch.float32 else None
-        if result is not None:
-            flat.copy_(result)
-        elif bias is None:
-            torch.mm(rows, weight.t(), out=flat)
+    width = weight.shape[0] if weight.dtype == torch.float32 else min(_PANEL, weight.shape[0])
+    direct = out.dtype == torch.float32
+    # Both are used again for every panel: fresh memory would cost as much as the conversion.
+    panel = None if weight.dtype == torch.float32 else torch.empty((width, weight.shape[1]))
+    product = None if direct else torch.empty((rows.shape[0], width))
+    for first in range(0, weight.shape[0], width):
+        part = weight[first : first + width]
+        columns = slice(first, first + part.shape[0])
+        converted = part if panel is None else panel[: part.shape[0]].copy_(part)
+        shift = None if bias is None else bias[columns]
+        if product is None:
+            _product(rows, converted, shift, flat[:, columns])
         else:
-            torch.addmm(bias, rows, weight.t(), out=flat)
-        return
-    panel = torch.empty((min(_PANEL, weight.shape[0]), weight.shape[1]), dtype=torch.float32)
-    for first in range(0, weight.shape[0], _PANEL):
-        part = weight[first : first + _PANEL]
-        converted = panel[: part.shape[0]].copy_(part)
-        product = rows @ converted.t()
-        if bias is not None:
-            product += bias[first : first + _PANEL]
-        flat[:, first : first + _PANEL] = product
+            target = product if part.shape[0] == width else torch.empty((rows.shape[0], part.shape[0]))
+            _product(rows, converted, shift, target)
+            flat[:, columns] = target
 
 
 def linear_out(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
