@@ -108,7 +108,9 @@ def _attention(
 
 
 def _meta(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # A token's heads lie side by side, so that the output projection reads them without a copy.
+    batch, heads, q_len, head_dim = q.shape
+    out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 

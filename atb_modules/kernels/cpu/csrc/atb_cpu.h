@@ -66,7 +66,8 @@ typedef struct {
   int32_t dtype, weight_dtype, bias_dtype, threads;
 } atb_linear_args;
 
-/* Dense attention, (batch, heads, seq, head_dim) by strides, last stride 1; out contiguous, lse (b, h, q). */
+/* Dense attention, (batch, heads, seq, head_dim) by strides, last stride 1; out (batch, seq, heads, head_dim)
+   contiguous, as the projection behind it reads it; lse (batch, heads, seq). */
 typedef struct {
   const void *q, *k, *v;
   const void *mask;            /* optional, by four strides, 0 = broadcast; bool (mask_dtype 3) or added */

@@ -39,7 +39,7 @@ static void fill(const atb_attention_args *a, Block &block, Scratch &s, int64_t 
         (a->mask ? mask_size * (b * a->mask_strides[0] + head * a->mask_strides[1] + i * a->mask_strides[2])
                  : 0);
     const int64_t row = (b * a->heads + head) * a->q_len + i;
-    block.out[lane] = (char *)a->out + row * a->head_dim * size;
+    block.out[lane] = (char *)a->out + ((b * a->q_len + i) * a->heads + head) * a->head_dim * size;
     block.lse[lane] = a->lse + row;
     const int64_t at = b * a->q_strides[0] + head * a->q_strides[1] + i * a->q_strides[2];
     set_query(s, lane, (const char *)a->q + at * size, a->dtype, a->head_dim, a->scale);
