@@ -1,4 +1,4 @@
-# Two commands set everything up from nothing: `make demo` and `make test`. Others: bench, format, sanitize, clean.
+# Two commands set everything up from nothing: `make demo` and `make test`. Others: lint, unit, bench, format, clean.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

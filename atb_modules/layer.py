@@ -137,6 +137,8 @@ class TransformerLayer(nn.Module):
             self.attention_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
             self.mlp_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
         if self.layer_type is LayerType.CROSS_DECODER:
+            # The other sequence has no order against this one: what hides keys by position stays behind.
+            heads["config"] = dataclasses.replace(attention, causal=False, window=None, alibi=False)
             self.cross_attention = Attention(hidden_size, num_heads, head_dim, cross=True, **heads)
             self.cross_norm = build_norm(layernorm_type, hidden_size, norm, **where)
             self.cross_branch = ResidualBranch(hidden_size, residual, **where)
@@ -224,11 +226,11 @@ class TransformerLayer(nn.Module):
             attended = self.cross_attention(normed, **across)
             attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
         source = self.cross_attention if self.layer_type is LayerType.CROSS_DECODER else self.attention
-        overwrite = may_overwrite(source.o_proj, source)
+        overwrite = may_overwrite(self, source.o_proj)
         normed, x = self.mlp_norm(attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
-        if mixed.dtype == x.dtype and may_overwrite(self.mlp.down_proj, self.mlp):
+        if mixed.dtype == x.dtype and overwrite and may_overwrite(self, self.mlp.down_proj):
             return mixed.add_(x)
         return x + mixed
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.kernels.registry import resolve
-from atb_modules.kernels.traits import LinearTraits, count
+from atb_modules.kernels.traits import LinearTraits, count, under_autocast
 from atb_modules.strategies import LinearStrategy, parse_enum
 
 
@@ -24,6 +25,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
     Returns:
         (..., out_features) in x's dtype (under autocast, in autocast's).
     """
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; weight of shape {tuple(weight.shape)} takes ({weight.shape[0]},)"
+        )
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"x has {x.shape[-1]} features; weight of shape {tuple(weight.shape)} takes {weight.shape[-1]}"
@@ -43,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         has_bias=bias is not None,
         weight_contiguous=weight.is_contiguous(),
         requires_grad=requires_grad,
-        autocast=torch.is_autocast_enabled(x.device.type),
+        autocast=under_autocast(x.device.type),
         contiguous=x.is_contiguous(),
     )
     kernel = resolve("linear", None, traits, strategy)
@@ -78,24 +86,26 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias, strategy=self.strategy)
 
 
-def may_overwrite(projection: nn.Module, *around: nn.Module) -> bool:
-    """Whether what ``projection`` just returned belongs to the caller alone, so that its memory can be taken.
+def may_overwrite(root: nn.Module, projection: nn.Module) -> bool:
+    """Whether what ``projection`` returned inside ``root`` belongs to root alone, so that its memory can be taken.
 
-    Not where gradients are recorded, where it is a user's own module, or where a forward hook on it or on a module
-    ``around`` it may have kept the tensor.
+    Not where gradients are recorded or the call is traced, where the projection is a user's own module, or where any
+    hook in root, or a global one, may have kept the tensor.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(projection, Linear):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(projection) is not Linear:
         return False
-    return not any(module._forward_hooks for module in (projection, *around))
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks or "forward" in projection.__dict__:
+        return False
+    return not any(module._forward_hooks or module._forward_pre_hooks for module in root.modules())
 
 
-def fuse_on_load(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
+def fuse_on_load(module: nn.Module, fused: str, parts: dict[str, int]) -> None:
     """Let ``load_state_dict`` take separate projections where ``module`` stores one fused weight.
 
-    ``fused`` names a Linear child; where a state dict has ``parts`` (say q_proj, k_proj, v_proj) they are joined along
-    the output axis in that order.
+    ``fused`` names a Linear child; where a state dict has ``parts`` (say q_proj, k_proj, v_proj, each with its number
+    of output channels) they are joined along the output axis in that order.
     """
-    module.register_load_state_dict_pre_hook(_FuseOnLoad(fused, parts))
+    module.register_load_state_dict_pre_hook(_FuseOnLoad(fused, tuple(parts), tuple(parts.values())))
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class _FuseOnLoad:
 
     fused: str
     parts: tuple[str, ...]
+    rows: tuple[int, ...]
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         for kind in ("weight", "bias"):
@@ -112,5 +123,9 @@ class _FuseOnLoad:
             if found and len(found) < len(keys):
                 missing = ", ".join(key for key in keys if key not in found)
                 raise ValueError(f"state_dict has {', '.join(found)} but not {missing}; {self.fused} needs all")
-            if found:
-                state_dict[f"{prefix}{self.fused}.{kind}"] = torch.cat([state_dict.pop(key) for key in keys])
+            if not found:
+                continue
+            rows = tuple(state_dict[key].shape[0] for key in keys)
+            if rows != self.rows:
+                raise ValueError(f"{', '.join(keys)} have {rows} output channels; {self.fused} takes {self.rows}")
+            state_dict[f"{prefix}{self.fused}.{kind}"] = torch.cat([state_dict.pop(key) for key in keys])

@@ -44,8 +44,3 @@ def alibi_bias(slopes: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """ALiBi's bias ``-slope * |q_pos - k_pos|``: slopes (heads,) give (heads, q_len, kv_len) (Press et al., 2022)."""
     distance = (q_pos - k_pos).abs().to(slopes.dtype)
     return -slopes[:, None, None] * distance
-
-
-def padding_to_lengths(attention_mask: Tensor) -> Tensor:
-    """Real tokens a row, int64 (batch,), of a (batch, seq) padding mask of bool or 0/1."""
-    return attention_mask.to(torch.int64).sum(dim=-1)

@@ -48,7 +48,7 @@ class ResidualBranch(nn.Module):
 
     def forward(self, branch: Tensor) -> Tensor:
         if self.layer_scale is not None:
-            branch = branch * self.layer_scale
+            branch = (branch * self.layer_scale).to(branch.dtype)
         if not self.training:
             return branch
         if self.config.dropout:

@@ -76,6 +76,37 @@ def test_cross_decoder(placement):
         layer(x)
 
 
+@pytest.mark.parametrize("attention", [None, AttentionConfig(window=(1, 0))], ids=["plain", "window"])
+def test_equals_the_decoder_layer_of_torch(attention):
+    """Self attention causal, cross attention open: what hides keys by position does not reach the other sequence."""
+    theirs = torch.nn.TransformerDecoderLayer(32, 4, 48, dropout=0.0, activation="gelu", batch_first=True)
+    mine = TransformerLayer(
+        32, 4, intermediate_size=48, layernorm_type="layernorm", mlp_type="gelu", norm_placement="post",
+        layer_type="cross_decoder", bias=True, norm=NormConfig(eps=1e-5), attention=attention,
+    )  # fmt: skip
+    state = theirs.state_dict()
+    names = {
+        "attention.qkv.qkv_proj": "self_attn.in_proj_",
+        "attention.o_proj": "self_attn.out_proj.",
+        "cross_attention.o_proj": "multihead_attn.out_proj.",
+        "mlp.up_proj": "linear1.",
+        "mlp.down_proj": "linear2.",
+        "attention_norm": "norm1.",
+        "cross_norm": "norm2.",
+        "mlp_norm": "norm3.",
+    }
+    ours = {f"{a}.{kind}": state[f"{b}{kind}"] for a, b in names.items() for kind in ("weight", "bias")}
+    for kind in ("weight", "bias"):
+        for name, part in zip("qkv", state[f"multihead_attn.in_proj_{kind}"].chunk(3), strict=True):
+            ours[f"cross_attention.qkv.{name}_proj.{kind}"] = part
+    mine.load_state_dict(ours)
+    x, other = torch.randn(2, 6, 32), torch.randn(2, 5, 32)
+    hidden = ~mine.attention.spec.dense_mask(6, 6)
+    torch.testing.assert_close(
+        mine(x, encoder_hidden_states=other), theirs(x, other, tgt_mask=hidden), atol=1e-5, rtol=1e-5
+    )
+
+
 def test_equals_the_encoder_layer_of_torch():
     theirs = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, activation="gelu", batch_first=True).train()
     mine = TransformerLayer(
@@ -355,6 +386,67 @@ def test_inference_overwrites_nothing_that_a_hook_may_have_kept():
     assert torch.equal(layer(x), expected) and torch.equal(x, before)
     for name, (out, copied) in kept.items():
         assert same(out, copied), name
+
+
+def test_hooks_of_every_kind_keep_what_they_saw():
+    """Pre-hooks, global hooks and cached calls: nothing that was handed out is written again."""
+    for placement in PLACEMENTS:
+        for order in (None, "before_rotary", "after_rotary"):
+            layer = TransformerLayer(
+                32, 4, rotary=RotaryConfig(), norm_placement=placement, qk_norm=order, mode="inference"
+            )
+            x = torch.randn(2, 5, 32)
+            kept = []
+
+            def keep(module, inputs, out=None, kept=kept):
+                tensors = tuple(t for t in inputs if isinstance(t, torch.Tensor))
+                kept.append((tensors, clone(tensors)))
+                if out is not None and not isinstance(out[-1], KVCacheManager):
+                    kept.append((out, clone(out)))
+
+            handle = torch.nn.modules.module.register_module_forward_hook(keep)
+            try:
+                layer(x)
+                layer(x, use_cache=True)
+            finally:
+                handle.remove()
+            for name, module in layer.named_modules():
+                if name:
+                    module.register_forward_pre_hook(keep)
+            layer(x)
+            assert kept and all(same(seen, copied) for seen, copied in kept)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "torch"])
+def test_forward_mode_derivatives(strategy):
+    layer = TransformerLayer(32, 4, rotary=RotaryConfig())
+    x, v = torch.randn(2, 1, 4, 32)
+    with atb.use_strategy(norm=strategy, attention="eager" if strategy == "torch" else "auto"):
+        _, tangent = torch.func.jvp(layer, (x,), (v,))
+    expected = (layer.double()((x + 1e-4 * v).double()) - layer((x - 1e-4 * v).double())) / 2e-4
+    torch.testing.assert_close(tangent.double(), expected, atol=1e-3, rtol=1e-3)
+    gradient = torch.func.grad(lambda y: layer(y).square().sum())(x.double())
+    assert gradient.abs().sum() > 0
+
+
+def test_meta_tensors_run_through():
+    layer = TransformerLayer(32, 4, rotary=RotaryConfig(), device="meta")
+    assert layer(torch.empty(2, 5, 32, device="meta")).shape == (2, 5, 32)
+
+
+def test_a_half_precision_input_with_layer_scale():
+    layer = TransformerLayer(32, 4, residual=ResidualConfig(layer_scale=0.1))
+    assert layer(torch.randn(1, 3, 32).bfloat16()).dtype == torch.bfloat16
+
+
+def test_separate_projections_of_the_wrong_sizes_are_refused():
+    layer = TransformerLayer(64, 4, num_kv_heads=2)
+    state = layer.state_dict()
+    fused = state.pop("attention.qkv.qkv_proj.weight")
+    for name, part in zip("qkv", fused.split([32, 64, 32]), strict=True):
+        state[f"attention.qkv.{name}_proj.weight"] = part
+    with pytest.raises(ValueError, match=r"\(32, 64, 32\) output channels; qkv_proj takes \(64, 32, 32\)"):
+        layer.load_state_dict(state)
 
 
 def clone(value):

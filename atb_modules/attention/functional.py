@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.attention.tables import check_slots, check_tables
 from atb_modules.kernels.registry import resolve
-from atb_modules.kernels.traits import AttentionTraits, CacheAppendTraits, PagedAttentionTraits
+from atb_modules.kernels.traits import (
+    AttentionTraits,
+    CacheAppendTraits,
+    PagedAttentionTraits,
+    overlaps_itself,
+    under_autocast,
+)
 from atb_modules.spec import AttentionSpec, Causal
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -83,6 +90,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     strategy: str = "auto",
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of packed queries over a paged cache: decode and (chunked) prefill in one call. Not differentiable.
 
@@ -94,6 +102,7 @@ def paged_attention(
         cu_seqlens_q: int32 (batch + 1,), where each row's queries begin.
         spec: causal (bottom-right) or not, window, scale, softcap.
         sinks, alibi_slopes: (num_heads,).
+        trusted: whether tables and lengths come from a cache's step and need no look at their values.
 
     Returns:
         out (total, num_heads, head_dim); lse (num_heads, total) or None where it was not asked for.
@@ -101,6 +110,8 @@ def paged_attention(
     traits = _paged_traits(
         q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, sinks, alibi_slopes, return_lse
     )
+    if not trusted:
+        check_tables(block_table, kv_lengths, cu_seqlens_q, spec, traits.total, k_pages.shape[0], traits.page_size)
     if traits.total == 0:
         lse = torch.empty(traits.num_heads, 0, device=q.device) if return_lse else None
         return q.new_empty(0, traits.num_heads, v_pages.shape[-1]), lse
@@ -121,10 +132,20 @@ def paged_attention(
 
 
 def cache_append(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, *, strategy: str = "auto"
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    strategy: str = "auto",
+    trusted: bool = False,
 ) -> None:
-    """Write k, v (tokens, num_kv_heads, head_dim) to ``slots`` (tokens,) of the pages, rounding to their dtype."""
-    traits = _append_traits(k, k_pages, rotary=False)
+    """Write k, v (tokens, num_kv_heads, head_dim) to ``slots`` (tokens,) of the pages, rounding to their dtype.
+
+    ``slots`` are page * page_size + offset, -1 for a token that is not written; ``trusted`` as in ``paged_attention``.
+    """
+    traits = _append_traits(k, v, k_pages, v_pages, slots, rotary=False, trusted=trusted)
     kernel = resolve("cache_append", None, traits, strategy)
     with torch.no_grad():
         kernel.function(k, v, k_pages, v_pages, slots)
@@ -142,12 +163,15 @@ def rotary_append(
     *,
     interleaved: bool,
     strategy: str = "auto",
+    trusted: bool = False,
 ) -> None:
     """Rotate q (tokens, num_heads, head_dim) in place, and write rotated k and plain v to the pages.
 
-    cos, sin: (tokens, rotary_dim / 2) float32.
+    cos, sin: (tokens, rotary_dim / 2) float32. slots and trusted: see ``cache_append``.
     """
-    traits = _append_traits(k, k_pages, rotary=True)
+    if overlaps_itself(q):
+        raise ValueError(f"q is expanded (strides {q.stride()}); it is rotated in place and needs memory of its own")
+    traits = _append_traits(k, v, k_pages, v_pages, slots, rotary=True, trusted=trusted)
     kernel = resolve("rotary_append", None, traits, strategy)
     with torch.no_grad():
         kernel.function(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
@@ -156,7 +180,7 @@ def rotary_append(
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast q and k often come as float32 (normed, rotated) and v as bfloat16: one dtype for all."""
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and q.dtype != torch.float64:
+    if under_autocast(device_type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
         return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
@@ -248,14 +272,19 @@ def _paged_traits(
     )
 
 
-def _append_traits(k: Tensor, k_pages: Tensor, rotary: bool) -> CacheAppendTraits:
-    _check_tensor("k", k, 3, "(tokens, kv_heads, head_dim)")
-    _check_tensor("k_pages", k_pages, 4, "(num_pages, kv_heads, page_size, head_dim)")
-    if k.shape[1] != k_pages.shape[1] or k.shape[2] != k_pages.shape[3]:
-        raise ValueError(
-            f"k is {tuple(k.shape)}; pages of {k_pages.shape[1]} heads of {k_pages.shape[3]} channels take "
-            f"(tokens, {k_pages.shape[1]}, {k_pages.shape[3]})"
-        )
+def _append_traits(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, rotary: bool, trusted: bool
+) -> CacheAppendTraits:
+    for name, tensor, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        _check_tensor(name, tensor, 3, "(tokens, kv_heads, head_dim)")
+        _check_tensor(f"{name}_pages", pages, 4, "(num_pages, kv_heads, page_size, head_dim)")
+        if tensor.shape[0] != k.shape[0] or tensor.shape[1] != pages.shape[1] or tensor.shape[2] != pages.shape[3]:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}; pages of {pages.shape[1]} heads of {pages.shape[3]} channels take "
+                f"({k.shape[0]}, {pages.shape[1]}, {pages.shape[3]})"
+            )
+    if not trusted:
+        check_slots(slots, k.shape[0], k_pages.shape[0] * k_pages.shape[2])
     return CacheAppendTraits(
         device_type=k.device.type,
         dtype=k.dtype,

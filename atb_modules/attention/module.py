@@ -306,12 +306,12 @@ class Attention(nn.Module):
         rotate_late = config.qk_norm is QKNormOrder.AFTER_ROTARY
         if config.qk_norm is QKNormOrder.BEFORE_ROTARY:
             q, k = self._normalise(q, k)
-        elif not isinstance(self.qkv, FusedQKV):
-            q = q.clone()  # it is rotated in place below, and a user's projection may hand out its own memory
+        if self.rotary is not None and not self._owns_qkv():
+            q = q.clone()  # it is rotated in place below, and a hook or a user's projection may hold this memory
         if self.rotary is None:
             if rotate_late:
                 q, k = self._normalise(q, k)
-            cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy)
+            cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy, trusted=True)
         else:
             if rotary_tables is None:
                 positions = step.positions if position_ids is None else position_ids
@@ -319,7 +319,7 @@ class Attention(nn.Module):
             cos, sin = rotary_tables
             if rotate_late:
                 q, k = self._position(q, k, rotary_tables)
-                cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy)
+                cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy, trusted=True)
             else:
                 interleaved = self.rotary.config.layout is RotaryLayout.INTERLEAVED
                 rotary_append(
@@ -333,6 +333,7 @@ class Attention(nn.Module):
                     slots,
                     interleaved=interleaved,
                     strategy=config.cache_strategy,
+                    trusted=True,
                 )
         out, _ = paged_attention(
             q,
@@ -345,6 +346,7 @@ class Attention(nn.Module):
             sinks=self.sinks,
             alibi_slopes=self._slopes(q.device),
             strategy=self.strategy,
+            trusted=True,
         )
         return self.o_proj(out.flatten(-2))
 
@@ -356,11 +358,15 @@ class Attention(nn.Module):
         if self.rotary is not None and tables is not None:
             config = self.rotary.config
             options: dict[str, Any] = {"layout": config.layout, "strategy": config.strategy}
-            options["overwrite"] = isinstance(self.qkv, FusedQKV) and may_overwrite(self.qkv.qkv_proj, self.qkv)
+            options["overwrite"] = self._owns_qkv()
             q, k = rotary(q, *tables, **options), rotary(k, *tables, **options)
         if order is QKNormOrder.AFTER_ROTARY:
             q, k = self._normalise(q, k)
         return q, k
+
+    def _owns_qkv(self) -> bool:
+        """Whether nobody else can hold the memory of q and k."""
+        return isinstance(self.qkv, FusedQKV) and may_overwrite(self, self.qkv.qkv_proj)
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None

@@ -83,7 +83,8 @@ class FusedQKV(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         channels = (num_heads + 2 * num_kv_heads) * head_dim
         self.qkv_proj = Linear(hidden_size, channels, bias, strategy=strategy, device=device, dtype=dtype)
-        fuse_on_load(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        rows = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+        fuse_on_load(self, "qkv_proj", rows)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return split_qkv(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim)

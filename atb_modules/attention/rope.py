@@ -106,9 +106,9 @@ class RotaryEmbedding(nn.Module):
                 length = int(position_ids.max()) + 1 if position_ids.numel() else 1
             frequencies = self.frequencies(length)
         inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=position_ids.device)
-        with torch.autocast(device_type=position_ids.device.type, enabled=False):
-            angles = position_ids.to(torch.float32).unsqueeze(-1) * inv_freq
-            cos, sin = angles.cos(), angles.sin()
+        # Products, cosines and sines are not on autocast's lists: they stay float32.
+        angles = position_ids.to(torch.float32).unsqueeze(-1) * inv_freq
+        cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
@@ -138,6 +138,13 @@ def rotary(
         overwrite: whether the result may take x's memory, where no gradient is recorded.
     """
     layout = parse_enum(RotaryLayout, layout, "layout")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}; allowed: a floating dtype")
+    if x.dim() < 3 or cos.dim() < 2:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; allowed: (..., tokens, heads, head_dim) and "
+            "(..., tokens, rotary_dim / 2)"
+        )
     if cos.shape != sin.shape:
         raise ValueError(f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; they must be equal")
     if 2 * cos.shape[-1] > x.shape[-1]:

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from atb_modules.kernels.costs import Cost, predicted_seconds
 from atb_modules.kernels.traits import Traits
@@ -41,6 +42,7 @@ class Kernel:
         cost: ``(spec, traits) -> Cost``, compared by AUTO.
         device_types: torch device types it runs on; empty for any.
         needs_contiguous: whether the front must hand it contiguous tensors; the copy is part of its cost.
+        transformable: whether torch.func transforms and forward-mode derivatives pass through it.
         inplace: the same with the result in the memory of its first argument, for callers that no longer need it.
     """
 
@@ -52,12 +54,16 @@ class Kernel:
     device_types: tuple[str, ...] = ()
     needs_contiguous: bool = False
     inplace: Callable[..., Any] | None = field(default=None, compare=False)
+    transformable: bool = True
 
     def reasons_against(self, spec: Any, traits: Traits) -> tuple[str, ...]:
         """Every sentence that speaks against this kernel for such a call."""
         if self.device_types and traits.device_type not in self.device_types:
             return (f"runs on {', '.join(self.device_types)}, the tensors are on {traits.device_type}",)
-        return self.reasons(spec, traits)
+        reasons = self.reasons(spec, traits)
+        if not self.transformable and _transforming():
+            reasons = (*reasons, "has no forward-mode derivative and no rule for torch.func transforms")
+        return reasons
 
     def choose_function(self, overwrite: bool, traits: Traits) -> Callable[..., Any]:
         """``inplace`` where the caller allows it, nothing is differentiated and nothing is traced."""
@@ -105,6 +111,13 @@ class Explanation:
             why = "; ".join(row.reasons)
             lines.append(f"  {row.strategy:<10} {verdict:<7} {predicted:>23}  {why}".rstrip())
         return "\n".join(lines)
+
+
+def _transforming() -> bool:
+    """Whether the call stands inside a torch.func transform or a forward-mode level."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _KERNELS: dict[str, list[Kernel]] = {op: [] for op in OP_FAMILIES}

@@ -20,6 +20,16 @@ def count(sizes: Sequence[int]) -> int:
     return product
 
 
+def under_autocast(device_type: str) -> bool:
+    """Whether autocast is on for this device; meta tensors have none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory (an expanded axis), so that nothing can be written in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @dataclass(frozen=True)
 class AttentionTraits:
     """A dense call: q (batch, num_heads, q_len, head_dim) over k, v (batch, num_kv_heads, kv_len, head_dim)."""

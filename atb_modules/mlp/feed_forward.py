@@ -87,7 +87,7 @@ class FeedForward(nn.Module):
         options: dict[str, Any] = {"strategy": self.config.linear_strategy, "device": device, "dtype": dtype}
         if self.mlp_type.is_gated:
             self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, self.config.bias, **options)
-            fuse_on_load(self, "gate_up_proj", ("gate_proj", "up_proj"))
+            fuse_on_load(self, "gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
         else:
             self.up_proj = Linear(hidden_size, intermediate_size, self.config.bias, **options)
         self.down_proj = Linear(intermediate_size, hidden_size, self.config.bias, **options)
@@ -97,7 +97,7 @@ class FeedForward(nn.Module):
         kind = self.mlp_type.activation
         if self.mlp_type.is_gated:
             gate, up = self.gate_up_proj(x).split(self.intermediate_size, dim=-1)
-            overwrite = may_overwrite(self.gate_up_proj)
+            overwrite = may_overwrite(self, self.gate_up_proj)
             hidden = gated_activation(gate, up, kind, strategy=self.config.strategy, overwrite=overwrite)
         else:
             hidden = activation(self.up_proj(x), kind)

@@ -25,6 +25,8 @@ def gated_activation(
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if not gate.dtype.is_floating_point:
+        raise TypeError(f"gate is {gate.dtype}; allowed: a floating dtype")
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}; up has {tuple(up.shape)}, they must be equal")
     if gate.dtype != up.dtype:

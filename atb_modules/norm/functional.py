@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.kernels.registry import Kernel, resolve
-from atb_modules.kernels.traits import NormTraits, count
+from atb_modules.kernels.traits import NormTraits, count, under_autocast
 
 
 def rms_norm(
@@ -79,7 +79,7 @@ def add_layer_norm(
 
 def _autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast a branch comes back in half precision while the residual stream is float32: the wider of both."""
-    if x.dtype != residual.dtype and torch.is_autocast_enabled(x.device.type):
+    if x.dtype != residual.dtype and under_autocast(x.device.type):
         wide = torch.promote_types(x.dtype, residual.dtype)
         return x.to(wide), residual.to(wide)
     return x, residual

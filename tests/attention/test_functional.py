@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atb_modules import AttentionSpec, KVCacheManager
+from atb_modules import AttentionSpec, KVCacheManager, ops
 from atb_modules.kernels.reference.attention import attention_reference, paged_attention_reference
 from atb_modules.kernels.registry import kernels
 from atb_modules.ops import attention, cache_append, paged_attention
@@ -92,6 +92,53 @@ def test_pages_freed_behind_a_window_are_not_read(strategy):
     keys, values = (t[:, -8:] for t in cache.gather(0, 0))
     golden, _ = attention_reference(q.transpose(0, 1)[None], keys[None], values[None], AttentionSpec())
     torch.testing.assert_close(out, golden[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", PAGED, ids=str)
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("table", [[10**6, 1]], "block_table\\[0\\] has \\[1000000, 1\\]"),
+        ("table", [[-1, 1]], "block_table\\[0\\] has"),
+        ("lengths", [10**8], "kv_lengths\\[0\\] is 100000000"),
+        ("lengths", [-4], "kv_lengths\\[0\\] is -4"),
+        ("starts", [0, 3_000_000], "cu_seqlens_q is"),
+        ("starts", [1, 2], "cu_seqlens_q is"),
+    ],
+)
+def test_addresses_are_checked(strategy, name, value, message):
+    q, pages = torch.randn(2, 2, 8), torch.randn(4, 2, 4, 8)
+    values = {"table": [[0, 1]], "lengths": [6], "starts": [0, 2]} | {name: value}
+    where = [torch.tensor(values[key], dtype=torch.int32) for key in ("table", "lengths", "starts")]
+    with pytest.raises(ValueError, match=message):
+        paged_attention(q, pages, pages, *where, AttentionSpec(causal=True), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "torch", "reference"])
+def test_slots_are_checked(strategy):
+    k, pages = torch.randn(3, 2, 8), torch.zeros(2, 4, 2, 4, 8)
+    for slots in ([0, 1, 10**9], [0, 1, -2]):
+        with pytest.raises(ValueError, match="slots go from"):
+            cache_append(k, k, *pages, torch.tensor(slots), strategy=strategy)
+    with pytest.raises(ValueError, match="slots is torch.int32"):
+        cache_append(k, k, *pages, torch.zeros(3, dtype=torch.int32), strategy=strategy)
+    with pytest.raises(ValueError, match="v is"):
+        cache_append(k, k[:2], *pages, torch.arange(3), strategy=strategy)
+
+
+def test_expanded_inputs_are_never_written_in_place():
+    angles = torch.randn(3, 4)
+    cos, sin = angles.cos(), angles.sin()
+    gate, up = torch.randn(1, 8).expand(4, 8), torch.randn(4, 8)
+    x = torch.randn(3, 1, 8).expand(3, 2, 8)
+    with torch.no_grad():
+        for call, one in ((ops.gated_activation, (gate, up)), (ops.rotary, (x, cos, sin))):
+            before = one[0].clone()
+            assert torch.equal(call(*one, overwrite=True), call(*one))
+            assert torch.equal(one[0], before)
+    pages = torch.zeros(2, 4, 2, 4, 8)
+    with pytest.raises(ValueError, match="q is expanded"):
+        ops.rotary_append(x, x, x, cos, sin, *pages, torch.arange(3), interleaved=False)
 
 
 def valid():

@@ -15,6 +15,7 @@ from atb_modules.kernels.traits import (
     NormTraits,
     PagedAttentionTraits,
     RotaryTraits,
+    overlaps_itself,
 )
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import (
@@ -77,13 +78,15 @@ def gated_activation_cpu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 def gated_activation_cpu_(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """The same into the memory of gate."""
+    if overlaps_itself(gate):
+        return gated_activation_cpu(gate, up, kind)
     _OPS.gated_activation.out(gate, up, kind, out=gate)
     return gate
 
 
 def rotary_cpu_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The same into the memory of x."""
-    if x.stride(-1) != 1:
+    if x.stride(-1) != 1 or overlaps_itself(x):
         return rotary_cpu(x, cos, sin, interleaved)
     _OPS.rotary.out(x, cos, sin, interleaved, out=x)
     return x
@@ -299,7 +302,7 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
 
 
 _CPU = ("cpu",)
-register(Kernel("rms_norm", NormStrategy.CPU, rms_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("rms_norm", NormStrategy.CPU, rms_norm_cpu, _plain_reasons, _norm_cost, _CPU, transformable=False))
 register(
     Kernel(
         "add_rms_norm",
@@ -308,11 +311,16 @@ register(
         _plain_reasons,
         _norm_cost,
         _CPU,
+        transformable=False,
         inplace=add_rms_norm_cpu_,
     )
 )
-register(Kernel("layer_norm", NormStrategy.CPU, layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
-register(Kernel("add_layer_norm", NormStrategy.CPU, add_layer_norm_cpu, _plain_reasons, _norm_cost, _CPU))
+register(Kernel("layer_norm", NormStrategy.CPU, layer_norm_cpu, _plain_reasons, _norm_cost, _CPU, transformable=False))
+register(
+    Kernel(
+        "add_layer_norm", NormStrategy.CPU, add_layer_norm_cpu, _plain_reasons, _norm_cost, _CPU, transformable=False
+    )
+)
 register(
     Kernel(
         "gated_activation",
@@ -321,12 +329,52 @@ register(
         _plain_reasons,
         _activation_cost,
         _CPU,
+        transformable=False,
         inplace=gated_activation_cpu_,
     )
 )
-register(Kernel("rotary", RotaryStrategy.CPU, rotary_cpu, _plain_reasons, _rotary_cost, _CPU, inplace=rotary_cpu_))
-register(Kernel("linear", LinearStrategy.CPU, linear_cpu, _linear_reasons, _linear_cost, _CPU))
-register(Kernel("cache_append", CacheStrategy.CPU, cache_append_cpu, _append_reasons, _append_cost, _CPU))
-register(Kernel("rotary_append", CacheStrategy.CPU, rotary_append_cpu, _append_reasons, _append_cost, _CPU))
-register(Kernel("attention", AttentionStrategy.CPU, attention_cpu, _attention_reasons, _attention_cost, _CPU))
-register(Kernel("paged_attention", AttentionStrategy.CPU, paged_attention_cpu, _paged_reasons, _paged_cost, _CPU))
+register(
+    Kernel(
+        "rotary",
+        RotaryStrategy.CPU,
+        rotary_cpu,
+        _plain_reasons,
+        _rotary_cost,
+        _CPU,
+        transformable=False,
+        inplace=rotary_cpu_,
+    )
+)
+register(Kernel("linear", LinearStrategy.CPU, linear_cpu, _linear_reasons, _linear_cost, _CPU, transformable=False))
+register(
+    Kernel(
+        "cache_append", CacheStrategy.CPU, cache_append_cpu, _append_reasons, _append_cost, _CPU, transformable=False
+    )
+)
+register(
+    Kernel(
+        "rotary_append", CacheStrategy.CPU, rotary_append_cpu, _append_reasons, _append_cost, _CPU, transformable=False
+    )
+)
+register(
+    Kernel(
+        "attention",
+        AttentionStrategy.CPU,
+        attention_cpu,
+        _attention_reasons,
+        _attention_cost,
+        _CPU,
+        transformable=False,
+    )
+)
+register(
+    Kernel(
+        "paged_attention",
+        AttentionStrategy.CPU,
+        paged_attention_cpu,
+        _paged_reasons,
+        _paged_cost,
+        _CPU,
+        transformable=False,
+    )
+)

@@ -175,5 +175,5 @@ def _sdpa_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     return Cost(operations=operations, bytes=extra, calls=2 if masked else 1)
 
 
-register(Kernel("attention", AttentionStrategy.SDPA, attention_sdpa, _sdpa_reasons, _sdpa_cost))
+register(Kernel("attention", AttentionStrategy.SDPA, attention_sdpa, _sdpa_reasons, _sdpa_cost, transformable=False))
 register(Kernel("attention", AttentionStrategy.EAGER, attention_eager, _eager_reasons, _eager_cost))

@@ -9,7 +9,7 @@ from torch import Tensor
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.half_units import cpu_has_half_units
 from atb_modules.kernels.registry import Kernel, register
-from atb_modules.kernels.traits import LinearTraits
+from atb_modules.kernels.traits import LinearTraits, under_autocast
 from atb_modules.strategies import LinearStrategy
 
 #: Work factor of a half-precision product on a CPU without units for it: 128 against 20 GFLOP/s measured.
@@ -23,7 +23,7 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
     On a CPU without units for x's half precision, more than a few rows are computed in float32: six times as fast.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if under_autocast(x.device.type):
         return F.linear(x, weight, bias)
     if _in_float32(x.device.type, x.dtype, x.numel() // max(x.shape[-1], 1)):
         wide_bias = None if bias is None else bias.float()

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define ATB_ABI_VERSION 1
+#define ATB_ABI_VERSION 2
 
 enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
