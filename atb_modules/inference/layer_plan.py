@@ -2,12 +2,13 @@
 after the other.
 
 What a layer is made of is written down as words ("placement:pre", "mlp:swiglu", ...); the native kernel says
-which words it knows, and everything else is a reason against it.
+which words it knows, and everything else is a reason against it. So is whatever a user put in the place of one of our
+modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +25,25 @@ from atb_modules.kernels.traits import DecodeTraits
 from atb_modules.layer import TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import FeedForward
-from atb_modules.norm import LayerNorm, RMSNorm
+from atb_modules.norm import RMSNorm
 from atb_modules.strategies import DecodeStrategy, effective_strategy
+
+from .slots import layer_changes, layer_slots
 
 _KNOWN = {
     "mode": ("inference",),
     "type": ("decoder",),
     "placement": ("pre", "sandwich"),
-    "norm": ("RMSNorm",),
-    "qkv": ("FusedQKV",),
     "mlp": tuple(f"gated {name}" for name in ACTIVATIONS),
-    "linear": ("Linear",),
     "qk_norm": ("None", "before_rotary"),
     "rotary": ("half", "interleaved"),
     "alibi": ("False",),
     "layer_scale": ("False",),
-    "hooks": ("False",),
     "weight dtypes": ("1",),
     "norm settings": ("1",),
 }
+# A word that is a reason by itself.
+_CHANGED = "changed"
 _OPS = {
     "paged_attention": "attention",
     "linear": "linear",
@@ -53,47 +54,49 @@ _OPS = {
 }
 
 
-def layer_traits(layer: TransformerLayer, page_dtype: torch.dtype, batch: int) -> DecodeTraits:
-    """What the registry must know of a layer to choose who runs its one-token steps."""
+def layer_traits(layer: nn.Module, page_dtype: torch.dtype, batch: int, around: tuple[str, ...] = ()) -> DecodeTraits:
+    """What the registry must know of a layer to choose who runs its one-token steps.
+
+    Args:
+        layer: what stands in the place of a layer, a `TransformerLayer` or anything else.
+        page_dtype: of the cache.
+        batch: rows of a step.
+        around: reasons against the native call that lie outside of the layer.
+    """
+    changes = around + layer_changes(layer)
+    structure = tuple(f"{_CHANGED}:{reason}" for reason in changes)
+    slots = layer_slots(layer)
+    linears = [module for module in slots.values() if isinstance(module, Linear)]
+    if not changes and isinstance(layer, TransformerLayer):
+        structure = _structure(layer, linears, [norm for norm in slots.values() if isinstance(norm, RMSNorm)])
+    weight = linears[0].weight if linears else next(layer.parameters(), torch.empty(0))
+    return DecodeTraits(
+        device_type=weight.device.type,
+        dtype=weight.dtype,
+        page_dtype=page_dtype,
+        batch=batch,
+        structure=structure,
+        requires_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
+    )
+
+
+def _structure(layer: TransformerLayer, linears: list[Linear], norms: list[RMSNorm]) -> tuple[str, ...]:
     attention, mlp = layer.attention, layer.mlp
-    weights = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
-    norms = [m for m in layer.modules() if isinstance(m, RMSNorm | LayerNorm)]
-    linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
     order = attention.config.qk_norm
     words = {
         "mode": layer.mode.value,
         "type": layer.layer_type.value,
         "placement": layer.placement.value,
-        "norm": _only(type(norm).__name__ for norm in norms),
-        "qkv": type(attention.qkv).__name__,
         "mlp": f"{'gated' if mlp.mlp_type.is_gated else 'plain'} {mlp.mlp_type.activation}",
-        "linear": _only(_module_name(module) for module in linears),
         "qk_norm": "None" if order is None else QKNormOrder(order).value,
         "rotary": "None" if attention.rotary is None else RotaryLayout(attention.rotary.config.layout).value,
         "alibi": str(attention.alibi_slopes is not None),
         "layer_scale": str(layer.attention_branch.layer_scale is not None),
-        "hooks": str(any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())),
-        "weight dtypes": str(len({weight.dtype for weight in weights})),
+        "weight dtypes": str(len({linear.weight.dtype for linear in linears})),
         "norm settings": str(len({(n.config.eps, n.config.weight_offset) for n in norms})),
     }
     words |= {f"{name} strategy": _asked(layer, op) for op, name in _OPS.items()}
-    return DecodeTraits(
-        device_type=weights[0].device.type,
-        dtype=weights[0].dtype,
-        page_dtype=page_dtype,
-        batch=batch,
-        structure=tuple(f"{key}:{value}" for key, value in words.items()),
-        requires_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
-    )
-
-
-def _module_name(module: nn.Module) -> str:
-    kind = type(module)
-    return "Linear" if kind is Linear else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _only(words: Iterable[str]) -> str:
-    return "+".join(sorted(set(words)))
+    return tuple(f"{key}:{value}" for key, value in words.items())
 
 
 def _asked(layer: TransformerLayer, op: str) -> str:
@@ -124,6 +127,9 @@ def _native_reasons(_: object, traits: DecodeTraits) -> tuple[str, ...]:
         reasons.append("has no gradient")
     for word in traits.structure:
         key, value = word.split(":", 1)
+        if key == _CHANGED:
+            reasons.append(value)
+            continue
         known = _KNOWN.get(key, ("auto", "cpu"))
         if value not in known:
             reasons.append(f"{key} is {value}; it takes {', '.join(known)}")

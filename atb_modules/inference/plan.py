@@ -20,6 +20,7 @@ from atb_modules.kernels.registry import resolve
 from atb_modules.strategies import DecodeStrategy
 
 from .layer_plan import layer_traits, norm_weight
+from .slots import model_changes
 
 if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
@@ -91,14 +92,15 @@ class DecodeStep:
         """The road for this many rows or fewer; every layer must be able to take the native one."""
         fused = self.model.inference_config.enable_inference_fusion
         asked = DecodeStrategy.AUTO if fused else DecodeStrategy.MODULES
+        around = model_changes(self.model)
         kernels = {
             traits: resolve("decode_layer", None, traits, asked)
-            for traits in {layer_traits(layer, self.cache.dtype, batch) for layer in self.model.decoder_layers}
+            for traits in {layer_traits(layer, self.cache.dtype, batch, around) for layer in self.model.layers}
         }
         self._native = None
         if all(kernel.strategy is DecodeStrategy.CPU for kernel in kernels.values()):
             build = next(iter(kernels.values())).function
-            plans = [build(layer, self.cache, batch) for layer in self.model.decoder_layers]
+            plans = [build(layer, self.cache, batch) for layer in self.model.layers]
             self._native = NativeRoad(self.model, self.cache, plans)
         self._chosen_for = batch
 

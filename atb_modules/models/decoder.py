@@ -104,17 +104,12 @@ class DecoderModel(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     @property
-    def decoder_layers(self) -> list[TransformerLayer]:
-        """The layers, as what they are."""
-        return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
-
-    @property
     def device(self) -> torch.device:
-        return self.embed.weight.device
+        return next(self.embed.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
+        return next(self.embed.parameters()).dtype
 
     def new_cache(
         self,
