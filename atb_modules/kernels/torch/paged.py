@@ -33,8 +33,10 @@ def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spe
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue
-        k = gather_pages(k_pages, block_table[row], length).to(q.dtype)
-        v = gather_pages(v_pages, block_table[row], length).to(q.dtype)
+        k = gather_pages(k_pages, block_table[row], length)
+        v = gather_pages(v_pages, block_table[row], length)
+        if dense is attention_sdpa:  # the eager kernel widens what it reads; SDPA wants one dtype
+            k, v = k.to(q.dtype), v.to(q.dtype)
         row_q = q[begin:end].transpose(0, 1).unsqueeze(0)
         row_out, row_lse = dense(row_q, k.unsqueeze(0), v.unsqueeze(0), spec, need_lse=need_lse, **tensors)
         out[begin:end] = row_out[0].transpose(0, 1)
