@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
+from atb_modules.attention.cache.refusal import check_batch, check_heads, undone_if_refused
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes, checked_head_dim
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
@@ -268,26 +269,22 @@ class Attention(nn.Module):
         step: CacheStep | None,
         rotary_tables: RotaryTables | None,
     ) -> Tensor:
+        check_heads(kv_cache, self.num_kv_heads, self.head_dim)
         layer_idx = self._cache_index(kv_cache)
         padded = hidden_states.dim() == 3
-        if padded:
-            hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
-            if position_ids is not None:
-                shape = (real.shape[0], real.shape[1])
-                position_ids = position_ids.expand(shape)[real]
-            if step is None:
-                if kv_cache.batch_size == 0:
-                    kv_cache.begin(len(lengths))
-                if kv_cache.batch_size != len(lengths):
-                    raise ValueError(
-                        f"hidden_states has batch {len(lengths)}; the cache has {kv_cache.batch_size} open sequences"
-                    )
-                step = kv_cache.layer_step(layer_idx, lengths)
-        elif step is None:
+        if not padded and step is None:
             raise ValueError(
                 "hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)"
             )
-        out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
+        if padded:
+            hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
+            if position_ids is not None:
+                position_ids = position_ids.expand(real.shape)[real]
+        with undone_if_refused(kv_cache):
+            if step is None:
+                check_batch(kv_cache, len(lengths))
+                step = kv_cache.layer_step(layer_idx, lengths)
+            out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
         return unpack_padded(out, real) if padded else out
 
     def _attend_step(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atb_modules.attention import KVCacheManager
 
+from .fitting import check_cache
 from .plan import DecodeStep
 from .prefill import prefill
 from .prompts import PromptLike, read_prompts
@@ -60,7 +61,8 @@ def generate(
         Prompt and new tokens in the form of `ids`.
 
     Raises:
-        ValueError, TypeError: an argument out of range, a prompt that does not fit `max_positions`.
+        ValueError, TypeError: an argument out of range, a prompt that does not fit `max_positions`, a cache
+            that does not fit the model.
         OutOfPagesError: the given cache is too small.
     """
     config = model.config
@@ -76,7 +78,9 @@ def generate(
         shared = cache is not None
         if cache is None:
             cache = _own_cache(model, prompts.rows, max_new_tokens)
-        elif cache.batch_size:
+        else:
+            check_cache("cache", cache, config, model.device)
+        if cache.batch_size:
             raise ValueError(f"cache has {cache.batch_size} open sequences; allowed: none (call cache.begin(0))")
         chunk = options.prefill_chunk_size if prefill_chunk_size is None else prefill_chunk_size
         with torch.inference_mode():

@@ -110,8 +110,8 @@ class DecodeStep:
         # Rows only ever leave: once there are few enough for the native road, it is looked at again.
         if not self._chosen_for or batch <= MAX_BATCH < self._chosen_for:
             self._choose(batch)
-        step = self.cache.step(1)
         ids = torch.tensor(tokens, device=self.model.device)
+        step = self.cache.step(1)
         if self._native is not None:
             return self._native(ids, step)
         return self.model.head(self.model.run_packed(ids, step, self.cache))

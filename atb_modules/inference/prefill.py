@@ -41,8 +41,8 @@ def prefill(model: DecoderModel, cache: KVCacheManager, prompts: list[list[int]]
     last: dict[int, Tensor] = {}
     for counts in chunks([len(p) - d for p, d in zip(prompts, done, strict=True)], chunk_size):
         tokens = [token for p, d, n in zip(prompts, done, counts, strict=True) for token in p[d : d + n]]
-        step = cache.step(counts)
-        hidden = model.run_packed(torch.tensor(tokens, device=model.device), step, cache)
+        ids = torch.tensor(tokens, device=model.device)
+        hidden = model.run_packed(ids, cache.step(counts), cache)
         end = 0
         for row, count in enumerate(counts):
             end += count

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atb_modules.attention import AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, RotaryEmbedding
+from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.attention.masking import pack_padded, unpack_padded
+from atb_modules.inference.fitting import check_cache
 from atb_modules.inference.generation import generate
 from atb_modules.layer import LayerMode, TransformerLayer
 from atb_modules.linear import Linear
@@ -21,6 +23,7 @@ from atb_modules.strategies import parse_enum
 from .config import InferenceConfig, ModelConfig
 from .output import ModelOutput
 
+_INTEGERS = (torch.int64, torch.int32)
 RotaryTables = dict[RotaryConfig, tuple[Tensor, Tensor]]
 
 
@@ -33,6 +36,7 @@ class DecoderModel(nn.Module):
         attention_type: of every layer; see `TransformerLayer`.
         device, dtype: of the parameters.
 
+    Dynamic NTK and LongRoPE choose their frequencies by the longest row of a pass, for all of its rows.
     Weights start as transformers starts them: normal with standard deviation 0.02, norms at 1.
     """
 
@@ -160,14 +164,21 @@ class DecoderModel(nn.Module):
             labels: integers (B, L), -100 = ignored; token i is predicted from those before it.
 
         Raises:
-            ValueError, TypeError: wrong shape or dtype, ids past the vocabulary, a batch that is not the
-                cache's.
+            ValueError, TypeError: wrong shape or dtype, ids past the vocabulary, more tokens or positions than
+                `max_positions`, a batch that is not the cache's, a cache that does not fit the model. A call
+                that raises leaves the cache as it was.
         """
         _check_ids("input_ids", input_ids, self.config.vocab_size)
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}; input_ids has {tuple(input_ids.shape)}"
             )
+        if past_key_values is not None:
+            check_cache("past_key_values", past_key_values, self.config, self.device)
+        if position_ids is not None:
+            limit = self.config.max_positions
+            limit = limit if past_key_values is None else max(limit, past_key_values.max_seq_len)
+            _check_position_ids(position_ids, input_ids.shape, attention_mask, limit)
         if past_key_values is not None:
             logits = self._forward_cached(input_ids, attention_mask, position_ids, past_key_values)
         else:
@@ -181,6 +192,9 @@ class DecoderModel(nn.Module):
 
     def _forward_dense(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
         batch, length = input_ids.shape
+        # An exported program is promised any length; everything else learns where the trained positions end.
+        if not torch.compiler.is_exporting() and length > self.config.max_positions:
+            raise ValueError(f"input_ids has {length} tokens a row; max_positions is {self.config.max_positions}")
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).expand(batch, length)
             if attention_mask is not None:
@@ -200,13 +214,13 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         with torch.no_grad():
             tokens, lengths, real = pack_padded(input_ids.unsqueeze(-1), attention_mask)
-            if not cache.batch_size:
-                cache.begin(len(lengths))
             if position_ids is not None:
                 position_ids = position_ids.expand(input_ids.shape)[real]
-            step = cache.step(lengths)
-            x = self.run_packed(tokens.squeeze(-1), step, cache, position_ids)
-            return unpack_padded(self.head(x), real)
+            with undone_if_refused(cache):
+                if not cache.batch_size:
+                    cache.begin(len(lengths))
+                x = self.run_packed(tokens.squeeze(-1), cache.step(lengths), cache, position_ids)
+                return unpack_padded(self.head(x), real)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Embeddings of ids of any shape, scaled where the configuration says so."""
@@ -260,10 +274,32 @@ def _fill_tied_head(model: DecoderModel, state_dict: dict[str, Tensor], prefix: 
         state_dict.setdefault(prefix + "lm_head.weight", state_dict[embed])
 
 
+def _check_position_ids(positions: Tensor, shape: torch.Size, attention_mask: Tensor | None, limit: int) -> None:
+    """Raises unless `positions` are integers for (B, L) whose real ones are below `limit`."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"position_ids must be a Tensor, got {type(positions).__name__}")
+    if positions.dtype not in _INTEGERS:
+        raise ValueError(f"position_ids is {positions.dtype}; allowed: int64, int32")
+    fits = positions.dim() <= 2 and all(a in (1, b) for a, b in zip(positions.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"position_ids has shape {tuple(positions.shape)}; input_ids has {tuple(shape)}")
+    if torch.compiler.is_compiling() or positions.device.type != "cpu":
+        return
+    if attention_mask is not None:
+        positions = positions.expand(shape)[attention_mask != 0]
+    if not positions.numel():
+        return
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= limit:
+        raise ValueError(
+            f"position_ids has positions from {low} to {high}; allowed: 0 to max_positions - 1 = {limit - 1}"
+        )
+
+
 def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
-    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+    if ids.dim() != 2 or ids.dtype not in _INTEGERS:
         raise ValueError(f"{name} must be int64 or int32 (batch, seq), got {ids.dtype} {tuple(ids.shape)}")
     if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
         return

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from atb_modules.attention import KVCacheManager
 from atb_modules.attention.rope import RotaryConfig
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
@@ -164,6 +165,108 @@ def test_exports():
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call(build("inference"))
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "message"),
+    [
+        (torch.arange(115, 129), ValueError, "position_ids has positions from 115 to 128; allowed: 0 to .* = 127"),
+        (torch.arange(-1, 13), ValueError, "position_ids has positions from -1 to 12; allowed: 0 to"),
+        (torch.arange(14.0), ValueError, "position_ids is torch.float32; allowed: int64, int32"),
+        (torch.arange(13), ValueError, r"position_ids has shape \(13,\); input_ids has \(3, 14\)"),
+        (list(range(14)), TypeError, "position_ids must be a Tensor, got list"),
+    ],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_positions_are_checked(positions, error, message, cached):
+    model = build("inference")
+    cache = model.new_cache(64, num_pages=9) if cached else None
+    with pytest.raises(error, match=message):
+        model(IDS, position_ids=positions, past_key_values=cache)
+    if cached:
+        assert cache.batch_size == 0
+    mask = torch.ones_like(IDS)
+    mask[:, :1] = 0
+    padded = torch.arange(-1, 13).expand(3, 14)
+    assert model(IDS, mask, padded, past_key_values=cache).logits.isfinite().all()
+
+
+def test_input_past_the_positions():
+    model = build()
+    ids = torch.zeros(1, 129, dtype=torch.long)
+    with pytest.raises(ValueError, match="input_ids has 129 tokens a row; max_positions is 128"):
+        model(ids)
+    assert model(ids[:, :128]).logits.shape == (1, 128, 53)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, "has 3 layers; the model has 2"),
+        ({"num_kv_heads": 4}, "has 4 key and value heads; the model has 2"),
+        ({"head_dim": 16}, "has 16 channels a head; the model has 8"),
+        ({"window": 4}, "has window 4 in layer 0; the model has None there"),
+        ({"window": (None, 4)}, "has window 4 in layer 1; the model has 5 there"),
+    ],
+)
+def test_a_cache_must_fit(changes, message):
+    model = build("inference")
+    shape = {"num_layers": 2, "head_dim": 8, "num_kv_heads": 2, "num_pages": 40, **changes}
+    cache = KVCacheManager(64, 4, num_heads=4, dtype=torch.float32, **shape)
+    with pytest.raises(ValueError, match=f"past_key_values {message}"):
+        model(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match=f"cache {message}"):
+        model.generate([1, 2], 3, cache=cache)
+    assert cache.batch_size == 0
+    with pytest.raises(TypeError, match="past_key_values must be a KVCacheManager, got tuple"):
+        model(IDS, past_key_values=())
+    wide = KVCacheManager(64, 4, 2, 4, 8, torch.float32, num_kv_heads=2, num_pages=40, window=(None, 6))
+    assert model.generate([1, 2], 3, cache=wide) == model.generate([1, 2], 3)
+
+
+class _Refused(Exception):
+    pass
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    model = build("inference")
+    expected = model(IDS).logits
+    cache = model.new_cache(64, page_size=4, num_pages=40)
+
+    def refuse(*_):
+        raise _Refused
+
+    def refused(ids):
+        handle = model.layers[1].register_forward_hook(refuse)
+        with pytest.raises(_Refused):
+            model(ids, past_key_values=cache)
+        handle.remove()
+
+    refused(IDS)
+    assert cache.batch_size == 0
+    model(IDS[:, :9], past_key_values=cache)
+    refused(IDS[:, 9:])
+    assert cache.lengths == (9, 9, 9)
+    logits = model(IDS[:, 9:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected[:, 9:], atol=1e-5, rtol=0)
+
+
+def test_a_refused_call_of_a_layer_leaves_its_cache_as_it_was():
+    layer = build("inference").layers[0]
+    attention = layer.attention
+    x = torch.randn(2, 6, 32)
+    other = KVCacheManager(64, 4, 2, 4, 16, torch.float32, num_pages=40)
+    with pytest.raises(ValueError, match="kv_cache has 4 kv heads of 16 channels; this attention has 2 of 8"):
+        layer(x, cache=other)
+    assert other.batch_size == 0
+    cache = KVCacheManager(64, 4, 2, 4, 8, torch.float32, num_kv_heads=2, num_pages=40)
+    layer(x[:, :4], cache=cache)
+    handle = attention.o_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(_Refused))
+    with pytest.raises(_Refused):
+        layer(x[:, 4:], cache=cache)
+    handle.remove()
+    assert cache.lengths == (4, 4)
+    torch.testing.assert_close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,11 @@ class KVCacheManager(PrefixSharing):
             if length < self._book.rows[index].length:
                 self._book.crop(index, length)
 
+    def undo_newest(self) -> None:
+        """Undoes the newest step, if the cache was not changed after it."""
+        if self._newest is not None:
+            self.rollback(self._newest)
+
     def register_layer(self) -> int:
         """The next free layer index, for layers that are not given one."""
         if self._registered_layers >= self.num_layers:
