@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from atb_modules.models.config import ModelConfig
 from .families import families_text, family_of_gguf, family_of_model_type
 from .family import Family, canonical_names, canonical_shape, gguf_name, hf_name
 from .safetensors_files import SafetensorsSource
-from .source import ConfigSource
+from .source import ConfigSource, parse_json
 from .tensors import TensorSource
 
 logger = logging.getLogger("atb_modules.convert")
@@ -161,7 +160,7 @@ def _open_directory(path: Path) -> Checkpoint:
             f"model_type {model_type!r} ({', '.join(map(str, architectures))}) is not supported; "
             f"allowed: {families_text()}"
         )
-    config = family.config(source)
+    config = _stretched(_named(source, lambda: family.config(source)))
     generation = path / "generation_config.json"
     if generation.exists():
         more = ConfigSource(_read_json(generation), str(generation)).token_ids("eos_token_id")
@@ -179,6 +178,22 @@ def _open_directory(path: Path) -> Checkpoint:
             foreign = "language_model." + foreign
         stored[name] = plain.get(foreign, foreign)
     return Checkpoint(path, family, config, tensors, stored)
+
+
+def _named(source: ConfigSource, read: Callable[[], ModelConfig]) -> ModelConfig:
+    """What `read` returns; an error of our own classes, which know no file, gets the file's name."""
+    try:
+        return read()
+    except ValueError as error:
+        if str(error).startswith(source.path):
+            raise
+        raise source.error(str(error)) from None
+
+
+def _stretched(config: ModelConfig) -> ModelConfig:
+    """Dynamic NTK takes max_position_embeddings for the trained length and serves `factor` times as many."""
+    factors = [entry.scaling.factor for entry in config.rotary if entry.scaling and entry.scaling.kind == "dynamic"]
+    return replace(config, max_positions=int(config.max_positions * max(1.0, *factors))) if factors else config
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -203,7 +218,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     metadata["vocab_size"] = embed.shape[0]
     # Files without a head are tied; one whose head was lost on the way cannot be told from them.
     metadata["tied"] = "output.weight" not in tensors.infos
-    config = family.gguf_config(source, arch)
+    config = _named(source, lambda: family.gguf_config(source, arch))
     wanted = [*canonical_names(replace(config, tie_word_embeddings=True)), "lm_head.weight"]
     stored = {name: gguf_name(family, name) for name in wanted}
     if _FREQUENCIES in tensors.infos:
@@ -228,10 +243,7 @@ def _with_frequencies(config: ModelConfig, tensors: TensorSource) -> ModelConfig
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    values = parse_json(path.read_bytes(), f"{path}: the file")
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; allowed: an object")
     return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .source import parse_json
 from .tensors import TensorInfo, TensorSource
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,10 +37,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"{path}: the header claims {length} bytes; the file has {size}")
         raw = file.read(length)
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: the header is not JSON: {error}") from None
+    header = parse_json(raw, f"{path}: the header")
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the header is a {type(header).__name__}; allowed: an object")
     header.pop("__metadata__", None)
@@ -62,7 +59,7 @@ def _checked_entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise ValueError(f"{where}: the header has no dtype, shape and data_offsets for it")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in _DTYPES and dtype not in _OTHER_SIZES:
+    if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype not in _OTHER_SIZES):
         raise ValueError(f"{where}: dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
     for what, values in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
@@ -108,7 +105,7 @@ class SafetensorsSource(TensorSource):
                 raise FileNotFoundError(f"{directory}: no *.safetensors file is in this directory")
             return cls(found)
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = parse_json(index.read_bytes(), str(index))["weight_map"]
             shards = {str(name): str(shard) for name, shard in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not an index with a weight_map: {error!r}") from None

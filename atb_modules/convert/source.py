@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_LAYERS = 10_000
+
+
+def parse_json(raw: str | bytes, where: str) -> Any:
+    """The value of a JSON text; whatever is wrong with it is a ValueError that begins with `where`."""
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from None
 
 
 class ConfigSource:
@@ -48,6 +60,8 @@ class ConfigSource:
             raise self.error(f"the key {key!r} is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{key} is {value!r}; allowed: a number")
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise self.error(f"{key} is {value!r:.40}; allowed: a finite number")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:

@@ -14,6 +14,13 @@ from atb_modules.norm import NormCastOrder
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def check_dtype(dtype: torch.dtype | None, *more: torch.dtype) -> None:
+    """Raises a ValueError unless parameters can have `dtype`: None, or one of three (and `more`)."""
+    allowed = (*_DTYPES, *more)
+    if dtype is not None and dtype not in allowed:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(str, allowed))}, None")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and options of a decoder-only model. Made by `atb_modules.convert`, or by hand.
@@ -80,6 +87,8 @@ class ModelConfig:
                 raise ValueError(f"{name} is {value!r}; allowed: a positive int")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}, which num_kv_heads {self.num_kv_heads} does not divide")
+        if not 0 <= self.norm_eps < float("inf"):
+            raise ValueError(f"norm_eps is {self.norm_eps!r}; allowed: a finite number of at least 0")
         for name in ("windows", "rotary"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries; num_layers is {self.num_layers}")
@@ -118,5 +127,4 @@ class InferenceConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: a positive int")
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(map(str, _DTYPES))}, None")
+        check_dtype(self.dtype)

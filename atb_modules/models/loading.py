@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from atb_modules.convert.checkpoint import Checkpoint, open_checkpoint
 from atb_modules.layer import LayerMode
 
-from .config import InferenceConfig
+from .config import InferenceConfig, check_dtype
 from .decoder import DecoderModel
 from .slots import weight_slots
 
@@ -37,8 +37,10 @@ def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> Decoder
         dtype: of the parameters; None for that of the checkpoint (float32 for a GGUF).
 
     Raises:
+        ValueError: a dtype that is not floating.
         FileNotFoundError, ValueError: see `atb_modules.convert.open_checkpoint`.
     """
+    check_dtype(dtype, torch.float64)
     return _load(open_checkpoint(path), LayerMode.TRAIN, dtype, "flash")
 
 

@@ -275,7 +275,7 @@ def test_wrong_configurations_are_named(write_checkpoint, make_tensors, sizes, c
 def test_config_that_is_not_json(write_checkpoint):
     directory, _, _ = write_checkpoint()
     (directory / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not JSON"):
+    with pytest.raises(ValueError, match=r"config.json: the file is not JSON"):
         load_model(directory)
     (directory / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match=r"config.json: holds a list; allowed: an object"):

@@ -100,6 +100,8 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"[]", None, "the header is a list"),
         ({"a": 3}, None, "tensor 'a': the header has no dtype, shape and data_offsets"),
         ({"a": {**GOOD, "dtype": "F3"}}, None, "tensor 'a': dtype is 'F3'; allowed: F64"),
+        ({"a": {**GOOD, "dtype": ["F32"]}}, None, r"tensor 'a': dtype is \['F32'\]; allowed: F64"),
+        (b"[" * 100_000, None, "the header is not JSON that can be read: it is nested too deeply"),
         ({"a": {**GOOD, "data_offsets": [-8, 0]}}, None, r"tensor 'a': data_offsets is \[-8, 0\]; allowed"),
         ({"a": {**GOOD, "data_offsets": [8, 0]}}, None, r"tensor 'a': data_offsets is \[8, 0\]; allowed"),
         ({"a": {**GOOD, "data_offsets": [0, 1 << 62]}}, None, "tensor 'a' ends at byte .*cut short"),
@@ -113,6 +115,46 @@ def test_hostile_safetensors(tmp_path, header, length, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_header(path)
     assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "the file is not JSON that can be read: it is nested too deeply"),
+        ('{"model_type": "llama"', "the file is not JSON: "),
+        ("[]", "holds a list; allowed: an object"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: a finite number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; allowed: a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 10+; allowed: a finite number"),
+        ({"rms_norm_eps": -1e-5}, "norm_eps is -1e-05; allowed: a finite number of at least 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0.0; allowed: a positive number"),
+    ],
+)
+def test_hostile_config(write_checkpoint, text, message):
+    directory, _, _ = write_checkpoint()
+    path = directory / "config.json"
+    if isinstance(text, dict):
+        text = json.dumps(json.loads(path.read_text()) | text)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_model(directory)
+    assert str(raised.value).startswith(str(path))
+
+
+def test_dynamic_rotary_goes_past_the_trained_length(write_checkpoint):
+    directory, _, _ = write_checkpoint()
+    path = directory / "config.json"
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}, "max_position_embeddings": 16}
+    path.write_text(json.dumps(json.loads(path.read_text()) | scaling))
+    model = load_model(directory)
+    assert model.config.max_positions == 40 and model.config.rotary[0].scaling.original_max_positions == 16
+    assert model(torch.zeros(1, 40, dtype=torch.long)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, "float32"])
+def test_dtypes_of_no_parameter(write_checkpoint, dtype):
+    with pytest.raises(ValueError, match=f"dtype is {dtype!r}; allowed: torch.float32"):
+        load_model(write_checkpoint()[0], dtype=dtype)
 
 
 def test_integer_weights_are_refused(write_checkpoint, make_tensors, sizes):
