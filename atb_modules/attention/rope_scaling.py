@@ -27,6 +27,8 @@ class RopeScalingKind(StrEnum):
 class RotaryScaling:
     """How rotary frequencies are stretched beyond the trained length.
 
+    The kinds that depend on the length, dynamic and longrope, follow the longest row of a pass, for all of its rows.
+
     Args:
         kind: a ``RopeScalingKind`` or its word.
         factor: how many times longer.

@@ -89,6 +89,18 @@ def test_reasons(build_model):
     assert reasons() == ("mlp.down_proj is torch.nn.modules.linear.Linear; it takes Linear",)
 
 
+def test_reasons_of_anything_in_a_slot(build_model):
+    """Collecting reasons asks foreign modules for nothing."""
+    for path in ("mlp", "attention", "attention.qkv", "mlp.down_proj", "mlp_norm", "attention_branch"):
+        layer = build_model((None,)).layers[0]
+        outer, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(outer), name, torch.nn.Identity())
+        (reason,) = layer_traits(layer, torch.float32, 1).structure
+        assert reason.startswith(f"changed:{path} is torch.nn.modules.linear.Identity; it takes ")
+    traits = layer_traits(torch.nn.Identity(), torch.float32, 1)
+    assert traits.structure == ("changed:layer is torch.nn.modules.linear.Identity; it takes TransformerLayer",)
+
+
 def test_the_long_road_says_why(build_model, prompt_of, caplog):
     model = build_model()
     model.layers[1].attention.register_forward_hook(lambda *_: None)
