@@ -30,8 +30,8 @@ def check_cache(name: str, cache: KVCacheManager, config: ModelConfig, device: t
             raise ValueError(f"{name} has {has} {what}; the model has {needs}")
     if cache.device != device:
         raise ValueError(f"{name} is on {cache.device}; the model is on {device}")
-    for layer, (has, needs) in enumerate(zip(cache.windows, config.windows, strict=True)):
-        if has is not None and (needs is None or has < needs):
+    for layer, (left, model_left) in enumerate(zip(cache.windows, config.windows, strict=True)):
+        if left is not None and (model_left is None or left < model_left):
             raise ValueError(
-                f"{name} has window {has} in layer {layer}; the model has {needs} there, and needs no less"
+                f"{name} has window {left} in layer {layer}; the model has {model_left} there, and needs no less"
             )
