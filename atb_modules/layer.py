@@ -226,11 +226,16 @@ class TransformerLayer(nn.Module):
             attended = self.cross_attention(normed, **across)
             attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
         source = self.cross_attention if self.layer_type is LayerType.CROSS_DECODER else self.attention
-        overwrite = may_overwrite(self, source.o_proj)
+        overwrite = type(source) is Attention and may_overwrite(self, source.o_proj)
         normed, x = self.mlp_norm(attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
-        if mixed.dtype == x.dtype and overwrite and may_overwrite(self, self.mlp.down_proj):
+        if (
+            overwrite
+            and mixed.dtype == x.dtype
+            and type(self.mlp) is FeedForward
+            and may_overwrite(self, self.mlp.down_proj)
+        ):
             return mixed.add_(x)
         return x + mixed
 

@@ -167,6 +167,7 @@ def our_biased_head(model):
 
 
 CHANGES = {
+    "mlp": (lambda m: wrap(m.layers[1], "mlp"), "mlp is .*Twice"),
     "layer": (set_layer, "layer is .*Twice"),
     "layer subclass": (lambda m: as_class(m.layers[1], Louder), "layer is .*Louder"),
     "mlp subclass": (lambda m: as_class(m.layers[1].mlp, LouderMLP), "mlp is .*LouderMLP"),
