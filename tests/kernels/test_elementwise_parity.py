@@ -236,3 +236,20 @@ def test_rotary_append_and_cache_append(strategy, dtype, page_dtype, layout):
         assert torch.equal(mine.isnan(), truth.isnan())
         error = (mine.double() - truth).nan_to_num(0.0).abs()
         assert (error <= twice * torch.finfo(coarser).eps * truth.nan_to_num(0.0).abs() + 1e-6).all()
+
+
+def test_what_is_not_floating_or_does_not_fit_is_refused():
+    x, w = torch.randn(3, 8), torch.randn(4, 8)
+    for call in (
+        lambda: ops.linear(x.long(), w),
+        lambda: ops.gated_activation(x.long(), x.long()),
+        lambda: ops.rotary(x.long().reshape(3, 1, 8), torch.ones(3, 4), torch.ones(3, 4)),
+        lambda: ops.rms_norm(x.long()),
+    ):
+        with pytest.raises(TypeError, match="torch.int64"):
+            call()
+    for bias in (torch.zeros(5), torch.zeros(1)):
+        with pytest.raises(ValueError, match="bias has shape"):
+            ops.linear(x, w, bias)
+    with pytest.raises(ValueError, match="x has shape"):
+        ops.rotary(x, torch.ones(3, 4), torch.ones(3, 4))
