@@ -184,6 +184,7 @@ class Attention(nn.Module):
         kv_cache: KVCacheManager | None = None,
         cache_step: CacheStep | None = None,
         rotary_tables: RotaryTables | None = None,
+        cache_layer: int | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -198,6 +199,7 @@ class Attention(nn.Module):
                 none are). Such a call is not differentiable.
             cache_step: the step all layers share; None lets this layer open its own.
             rotary_tables: cos and sin, where the model computed them once for all layers.
+            cache_layer: the layer of kv_cache that this one is; default ``layer_idx``, taken in order where not given.
 
         Returns:
             The shape of hidden_states; padded positions of a cached call are 0.
@@ -213,7 +215,7 @@ class Attention(nn.Module):
         if kv_cache is not None:
             with torch.no_grad():
                 return self._attend_cached(
-                    hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables
+                    hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
                 )
         if cache_step is not None:
             raise ValueError("cache_step is given without kv_cache")
@@ -268,9 +270,11 @@ class Attention(nn.Module):
         kv_cache: KVCacheManager,
         step: CacheStep | None,
         rotary_tables: RotaryTables | None,
+        layer_idx: int | None,
     ) -> Tensor:
         check_heads(kv_cache, self.num_kv_heads, self.head_dim)
-        layer_idx = self._cache_index(kv_cache)
+        if layer_idx is None:
+            layer_idx = self.layer_idx = kv_cache.register_layer() if self.layer_idx is None else self.layer_idx
         padded = hidden_states.dim() == 3
         if not padded and step is None:
             raise ValueError(
@@ -280,7 +284,7 @@ class Attention(nn.Module):
             hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
             if position_ids is not None:
                 position_ids = position_ids.expand(real.shape)[real]
-        with undone_if_refused(kv_cache):
+        with undone_if_refused(kv_cache, layer_idx if step is None else None):
             if step is None:
                 check_batch(kv_cache, len(lengths))
                 step = kv_cache.layer_step(layer_idx, lengths)
@@ -385,11 +389,6 @@ class Attention(nn.Module):
 
     def _slopes(self, device: torch.device) -> Tensor | None:
         return None if self.alibi_slopes is None else torch.tensor(self.alibi_slopes, device=device)
-
-    def _cache_index(self, kv_cache: KVCacheManager) -> int:
-        if self.layer_idx is None:
-            self.layer_idx = kv_cache.register_layer()
-        return self.layer_idx
 
     def extra_repr(self) -> str:
         kind = "cross, " if self.cross else ""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .book import PageBook
 from .groups import CachedSequence, LayerGroup
-from .pool import OutOfPagesError
+from .layer_steps import LayerSteps
+from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
 from .stats import CacheStats, measure
 from .step import CacheStep, StepBuilder
@@ -90,22 +91,24 @@ class KVCacheManager(PrefixSharing):
             group.layers.append(layer)
         self._layer_groups = tuple(groups[layer_window].index for layer_window in self.windows)
         self._book = PageBook(list(groups.values()), self.page_size, self.max_seq_len)
-        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
-        with torch.inference_mode(False):
-            self._pages = [
-                (
-                    torch.empty(shape, dtype=dtype, device=device),
-                    torch.empty(shape, dtype=dtype, device=device),
-                )
-                for _ in range(self.num_layers)
-            ]
+        self._pages = self._reserved(device)
         self.device = self._pages[0][0].device
         self._steps = StepBuilder(self._book, self._layer_groups, self.device)
         self._registered_layers = 0
         self._newest: CacheStep | None = None
-        self._shared_step: CacheStep | None = None
-        self._served_layers: set[int] = set()
+        self.layer_steps = LayerSteps()
+
+    def _reserved(self, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
+        with torch.inference_mode(False):
+            return [
+                (
+                    torch.empty(shape, dtype=self.dtype, device=device),
+                    torch.empty(shape, dtype=self.dtype, device=device),
+                )
+                for _ in range(self.num_layers)
+            ]
 
     def __repr__(self) -> str:
         return (
@@ -144,6 +147,24 @@ class KVCacheManager(PrefixSharing):
             for page in list(group.pool.node_of):
                 group.pool.unregister(page)
         self._book.prefixes.clear()
+
+    def grow(self, num_pages: int) -> bool:
+        """Reserves a pool of `num_pages` pages a layer in place of a smaller one, while no page holds anything.
+
+        Returns:
+            Whether the pool has that many pages now. Pages in use, and those kept for a prefix, never move.
+        """
+        if check_count("num_pages", num_pages) <= self.num_pages:
+            return True
+        if any(len(group.pool.free) < self.num_pages for group in self._book.groups):
+            return False
+        self._changed()
+        self.num_pages = num_pages
+        self._pages = []  # the old pool goes before the new one comes
+        self._pages = self._reserved(self.device)
+        for group in self._book.groups:
+            group.pool = PagePool(num_pages)
+        return True
 
     def join(self, count: int = 1) -> list[int]:
         """Opens `count` empty sequences after those that are open; returns their rows."""
@@ -212,7 +233,8 @@ class KVCacheManager(PrefixSharing):
     # Steps
 
     def _changed(self) -> None:
-        self._newest = self._shared_step = None
+        self._newest = None
+        self.layer_steps.close()
 
     def step(self, query_lengths: int | Sequence[int]) -> CacheStep:
         """Reserves pages for one step of all rows and advances their lengths.
@@ -244,7 +266,7 @@ class KVCacheManager(PrefixSharing):
             self._copy_pages(self._book.reserve(lengths))
         step = self._steps.build(past, lengths)
         self._newest = step
-        self._shared_step = None
+        self.layer_steps.close()
         return step
 
     def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -269,9 +291,18 @@ class KVCacheManager(PrefixSharing):
                 self._book.crop(index, length)
 
     def undo_newest(self) -> None:
-        """Undoes the newest step, if the cache was not changed after it."""
-        if self._newest is not None:
-            self.rollback(self._newest)
+        """Undoes the newest step, if the cache was not changed after it, with the sequences that it opened.
+
+        Where layers that call by themselves shared it, the first of them begins the next step.
+        """
+        if self._newest is None:
+            return
+        first = self.layer_steps.served[:1]
+        opened_rows = self.layer_steps.opened_rows
+        self.rollback(self._newest)
+        if opened_rows:
+            self.begin(0)
+        self.layer_steps.begin_again_with = first[0] if first else None
 
     def register_layer(self) -> int:
         """The next free layer index, for layers that are not given one."""
@@ -285,18 +316,28 @@ class KVCacheManager(PrefixSharing):
 
         The first layer to ask opens the step (and sequences, one a row, when none are open); the others
         share it until one asks a second time, which begins the next step.
+
+        Raises:
+            ValueError: other lengths than the earlier layers brought; a step was taken back because a layer
+                failed in it, and another layer than the one that had opened it begins again.
         """
         self._check_layer(layer_idx)
-        step = self._shared_step
-        if step is None or layer_idx in self._served_layers:
-            if not self.batch_size and not isinstance(query_lengths, int):
-                self.begin(len(query_lengths))
-            step = self.step(query_lengths)
-            self._shared_step = step
-            self._served_layers = set()
-        elif as_lengths("query_lengths", query_lengths, self.batch_size) != step.query_lengths:
-            raise ValueError(f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}")
-        self._served_layers.add(layer_idx)
+        shared = self.layer_steps
+        step = shared.joinable(layer_idx)
+        if step is not None:
+            if as_lengths("query_lengths", query_lengths, self.batch_size) != step.query_lengths:
+                raise ValueError(
+                    f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}"
+                )
+            shared.served.append(layer_idx)
+            return step
+        shared.check_begins(layer_idx)
+        opened_rows = False
+        if not self.batch_size and not isinstance(query_lengths, int):
+            self.begin(len(query_lengths))
+            opened_rows = True
+        step = self.step(query_lengths)
+        shared.open(step, layer_idx, opened_rows)
         return step
 
     # Keys and values

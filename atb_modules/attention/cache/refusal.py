@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def undone_if_refused(cache: KVCacheManager) -> Iterator[None]:
+def undone_if_refused(cache: KVCacheManager, layer_idx: int | None = None) -> Iterator[None]:
     """Where the block raises, takes back the step that it opened in `cache`, and the sequences that it opened in an
     empty one.
 
-    A step that was open before belongs to others and stays.
+    A step that was open before belongs to others and stays; but where `layer_idx` is a layer called by itself, the
+    step that earlier layers have opened for it too is taken back with what they wrote: the next call begins anew.
     """
     batch, lengths = cache.batch_size, cache.lengths
+    joined = None if layer_idx is None else cache.layer_steps.joinable(layer_idx)
     done = False
     try:
         yield
@@ -25,7 +27,7 @@ def undone_if_refused(cache: KVCacheManager) -> Iterator[None]:
     finally:
         if not done and not batch:
             cache.begin(0)
-        elif not done and cache.lengths != lengths:
+        elif not done and (joined is not None or cache.lengths != lengths):
             cache.undo_newest()
 
 
