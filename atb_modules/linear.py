@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import LinearTraits, count, under_autocast
 from atb_modules.strategies import LinearStrategy, parse_enum
@@ -26,8 +27,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         (..., out_features) in x's dtype (under autocast, in autocast's).
     """
     for name, tensor in (("x", x), ("weight", weight)):
-        if not tensor.dtype.is_floating_point:
+        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+            check_tensor(name, tensor)
             raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
+    if weight.dim() != 2 or not x.dim():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; allowed: (..., in_features) and "
+            "(out_features, in_features)"
+        )
+    if bias is not None:
+        if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
+            check_tensor("bias", bias, "a tensor or None")
+            raise TypeError(f"bias is {bias.dtype}; allowed: a floating dtype")
+        if bias.device != x.device:
+            raise ValueError(f"bias is on {bias.device}; x is on {x.device}, they must be equal")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; weight of shape {tuple(weight.shape)} takes ({weight.shape[0]},)"
@@ -74,6 +87,10 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_int("in_features", in_features)
+        check_int("out_features", out_features)
+        check_bool("bias", bias)
+        check_parameter_dtype(dtype)
         self.strategy = parse_enum(LinearStrategy, strategy, "strategy")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
 

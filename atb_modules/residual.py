@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from atb_modules.checks import check_int, check_number, check_parameter_dtype, check_probability, check_type
+
 
 @dataclass(frozen=True)
 class ResidualConfig:
@@ -24,9 +26,8 @@ class ResidualConfig:
 
     def __post_init__(self) -> None:
         for name in ("dropout", "drop_path"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name} is {value!r}; allowed: 0 <= {name} < 1")
+            check_probability(name, getattr(self, name))
+        check_number("layer_scale", self.layer_scale, optional=True)
 
 
 class ResidualBranch(nn.Module):
@@ -40,6 +41,9 @@ class ResidualBranch(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_int("hidden_size", hidden_size)
+        check_type("config", config, ResidualConfig)
+        check_parameter_dtype(dtype)
         self.config = config
         self.layer_scale = None
         if config.layer_scale is not None:

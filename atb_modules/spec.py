@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import masks
+from atb_modules.checks import LARGEST_COUNT, check_int
 from atb_modules.strategies import parse_enum
 
 
@@ -75,6 +77,8 @@ class AttentionSpec:
 
     def dense_mask(self, q_len: int, kv_len: int, device: torch.device | str | None = None) -> Tensor:
         """The truth that every kernel is tested against: bool (q_len, kv_len), True = may attend."""
+        check_int("q_len", q_len, least=0)
+        check_int("kv_len", kv_len, least=0)
         device = torch.device(device) if device is not None else None
         q_pos, k_pos = masks.positions(q_len, kv_len, device)
         if self.causal is Causal.TOP_LEFT:
@@ -100,13 +104,15 @@ def _checked_window(window: object) -> tuple[int | None, int | None] | None:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}; allowed: None or a pair (left, right) of ints or None")
     for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
-            raise ValueError(f"window is {window!r}; each side must be an int >= 0, or None for unbounded")
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not 0 <= side <= LARGEST_COUNT):
+            raise ValueError(
+                f"window is {window!r}; each side must be an int >= 0 (at most {LARGEST_COUNT}), or None for unbounded"
+            )
     left, right = window
     return None if left is None and right is None else (left, right)
 
 
 def _finite_float(value: object, argument: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} is {value!r}; allowed: a finite number or None")
     return float(value)

@@ -52,8 +52,37 @@ def test_hugging_face_windows_count_the_query_itself():
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": "big"}, "scale is 'big'"),
         ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"softcap": True}, "softcap is True"),
+        ({"softcap": 10**400}, "softcap is 1000"),
+        ({"scale": 10**400}, "scale is 1000"),
+        ({"scale": torch.tensor(1.0)}, "scale is tensor"),
+        ({"causal": 1}, "causal is 1"),
+        ({"causal": None}, "causal is None"),
+        ({"window": "ab"}, "window is 'ab'"),
+        ({"window": (1.0, None)}, "each side must be an int >= 0"),
+        ({"window": (True, None)}, "each side must be an int >= 0"),
+        ({"window": (2**63, None)}, "each side must be an int >= 0"),
     ],
 )
 def test_bad_specs(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionSpec(**options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ((-1, 3), ValueError, "q_len is -1; allowed: an int of at least 0"),
+        ((3, 2.0), TypeError, "kv_len is 2.0"),
+        ((3, True), TypeError, "kv_len is True"),
+    ],
+)
+def test_masks_of_bad_lengths(lengths, error, message):
+    with pytest.raises(error, match=message):
+        AttentionSpec().dense_mask(*lengths)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
+def test_sliding_windows_are_positive_ints(value):
+    with pytest.raises(ValueError, match="sliding_window is .*allowed: a positive int"):
+        window_from_sliding_window(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from atb_modules.norm import NormConfig
+from atb_modules.checks import check_bool, check_int, check_probability, check_type
+from atb_modules.norm import NormConfig, NormType
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import CacheStrategy, LinearStrategy, parse_enum
 
@@ -54,11 +55,15 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.qk_norm is not None:
             object.__setattr__(self, "qk_norm", parse_enum(QKNormOrder, self.qk_norm, "qk_norm"))
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout!r}; allowed: 0 <= dropout < 1")
+        check_bool("causal", self.causal, optional=True)
+        for name in ("sinks", "alibi", "qkv_bias", "out_bias"):
+            check_bool(name, getattr(self, name))
+        object.__setattr__(self, "qk_norm_type", parse_enum(NormType, self.qk_norm_type, "qk_norm_type"))
+        check_type("qk_norm_config", self.qk_norm_config, NormConfig)
+        check_probability("dropout", self.dropout)
         for name, family in (("linear_strategy", LinearStrategy), ("cache_strategy", CacheStrategy)):
             object.__setattr__(self, name, parse_enum(family, getattr(self, name), name))
-        self.spec(causal=False)
+        object.__setattr__(self, "window", self.spec(causal=False).window)
 
     def spec(self, causal: bool) -> AttentionSpec:
         """The spec of these options; ``causal`` serves where the options leave it open."""
@@ -74,6 +79,7 @@ class AttentionConfig:
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """ALiBi's slopes: ``2^(-8 i / n)`` for n a power of two, else those of the next lower power filled up with every
     second slope of the next higher one (Press et al., 2022)."""
+    check_int("num_heads", num_heads)
     power = 1
     while power * 2 <= num_heads:
         power *= 2
@@ -83,20 +89,18 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def checked_head_dim(hidden_size: int, num_heads: int, head_dim: int | None, num_kv_heads: int) -> int:
-    """head_dim, or its default; ValueError where the sizes do not fit each other."""
+    """head_dim, or its default; TypeError or ValueError where the sizes are none or do not fit each other."""
     for name, value in (
         ("hidden_size", hidden_size),
         ("num_heads", num_heads),
         ("num_kv_heads", num_kv_heads),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+        check_int(name, value)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: a divisor of num_heads {num_heads}")
     if head_dim is None:
         if hidden_size % num_heads:
             raise ValueError(f"num_heads is {num_heads}; it must divide hidden_size {hidden_size}, or give head_dim")
         return hidden_size // num_heads
-    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 1:
-        raise ValueError(f"head_dim is {head_dim!r}; allowed: a positive int")
+    check_int("head_dim", head_dim)
     return head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.attention.rope_scaling import RotaryScaling, attention_factor, scaled_frequencies
+from atb_modules.checks import check_int, check_number, check_tensor, check_type, numbers
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import RotaryTraits, count
-from atb_modules.strategies import parse_enum
+from atb_modules.strategies import RotaryStrategy, parse_enum
+
+#: Dtypes of positions.
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class RotaryLayout(StrEnum):
@@ -44,10 +49,12 @@ class RotaryConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", parse_enum(RotaryLayout, self.layout, "layout"))
-        if not self.base > 1.0:
-            raise ValueError(f"base is {self.base!r}; allowed: a number greater than 1")
-        if not 0.0 < self.partial_factor <= 1.0:
-            raise ValueError(f"partial_factor is {self.partial_factor!r}; allowed: 0 < partial_factor <= 1")
+        object.__setattr__(self, "strategy", parse_enum(RotaryStrategy, self.strategy, "strategy"))
+        check_number("base", self.base, "a finite number greater than 1", lambda base: base > 1)
+        check_number("partial_factor", self.partial_factor, "0 < partial_factor <= 1", lambda factor: 0 < factor <= 1)
+        check_type("scaling", self.scaling, RotaryScaling, optional=True)
+        factors = numbers("frequency_factors", self.frequency_factors, optional=True)
+        object.__setattr__(self, "frequency_factors", factors)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels that are rotated."""
@@ -62,6 +69,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, config: RotaryConfig | None = None) -> None:
         super().__init__()
+        check_int("head_dim", head_dim)
+        check_type("config", config, RotaryConfig, optional=True)
         self.config = config if config is not None else RotaryConfig()
         self.rotary_dim = self.config.rotary_dim(head_dim)
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -75,9 +84,20 @@ class RotaryEmbedding(nn.Module):
         scaling = self.config.scaling
         self.attention_factor = attention_factor(scaling)
         self.depends_on_length = scaling is not None and scaling.depends_on_length
-        self._frequencies = None if self.depends_on_length else self.frequencies(1)
-        if self.depends_on_length:
-            self.frequencies(1)
+        short = self._checked_frequencies(1)
+        self._frequencies = None if self.depends_on_length else short
+        if scaling is not None and self.depends_on_length:
+            self._checked_frequencies((scaling.original_max_positions or 1) + 1)
+
+    def _checked_frequencies(self, length: int) -> tuple[float, ...]:
+        """``frequencies``; ValueError where float32 cannot hold them."""
+        try:
+            values = self.frequencies(length)
+        except OverflowError:
+            values = (math.inf,)
+        if not all(value <= torch.finfo(torch.float32).max for value in values):
+            raise ValueError(f"rotary is {self.config}; allowed: options whose frequencies are finite in float32")
+        return values
 
     def frequencies(self, length: int) -> tuple[float, ...]:
         """The frequencies for a sequence of ``length`` tokens, rotary_dim / 2 numbers."""
@@ -98,8 +118,9 @@ class RotaryEmbedding(nn.Module):
         Returns:
             cos, sin: float32, ``position_ids.shape + (rotary_dim / 2,)``.
         """
-        if position_ids.dtype.is_floating_point or position_ids.dtype == torch.bool:
-            raise TypeError(f"position_ids is {position_ids.dtype}; allowed: an integer dtype")
+        check_tensor("position_ids", position_ids, "a tensor of integers")
+        if position_ids.dtype not in INTEGERS:
+            raise TypeError(f"position_ids is {position_ids.dtype}; allowed: {', '.join(map(str, INTEGERS))}")
         frequencies = self._frequencies
         if frequencies is None:
             if length is None:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from atb_modules.checks import check_bool, check_int, check_number, check_positive, numbers
 from atb_modules.strategies import parse_enum
 
 
@@ -56,12 +57,18 @@ class RotaryScaling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", parse_enum(RopeScalingKind, self.kind, "kind"))
-        if not self.factor > 0:
-            raise ValueError(f"factor is {self.factor!r}; allowed: a positive number")
-        if self.kind is not RopeScalingKind.LINEAR and not self.original_max_positions:
-            raise ValueError(
-                f"original_max_positions is {self.original_max_positions!r}; {self.kind} needs a positive int"
-            )
+        check_positive("factor", self.factor)
+        if self.kind is not RopeScalingKind.LINEAR and self.original_max_positions is None:
+            raise ValueError(f"original_max_positions is None; {self.kind} needs a positive int")
+        check_int("original_max_positions", self.original_max_positions, optional=True)
+        check_positive("attention_factor", self.attention_factor, optional=True)
+        for name in ("mscale", "mscale_all_dim"):
+            check_number(name, getattr(self, name), "a finite number >= 0", lambda scale: scale >= 0, optional=True)
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        check_bool("truncate", self.truncate)
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, numbers(name, getattr(self, name), optional=True))
         if self.kind is RopeScalingKind.LONGROPE and (not self.short_factor or not self.long_factor):
             raise ValueError("short_factor and long_factor are both required by longrope, one number a frequency")
         if self.kind is RopeScalingKind.LLAMA3 and not self.high_freq_factor > self.low_freq_factor:
@@ -69,6 +76,12 @@ class RotaryScaling:
                 f"high_freq_factor is {self.high_freq_factor}, low_freq_factor {self.low_freq_factor}; "
                 "the first must be greater"
             )
+        if self.kind is RopeScalingKind.YARN and self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast is {self.beta_fast}, beta_slow {self.beta_slow}; the first must not be smaller"
+            )
+        if self.kind is RopeScalingKind.LONGROPE and self.factor > 1 and self.original_max_positions == 1:
+            raise ValueError("original_max_positions is 1; longrope with a factor above 1 needs at least 2")
 
     @property
     def depends_on_length(self) -> bool:
@@ -116,9 +129,12 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def _dynamic(rotary_dim: int, base: float, scaling: RotaryScaling, length: int) -> list[float]:
+    # The base becomes base * stretch^(d / (d - 2)); as factors of each frequency no power of it can overflow.
+    plain = plain_frequencies(rotary_dim, base)
     trained = scaling.original_max_positions or 1
-    stretch = scaling.factor * max(length, trained) / trained - (scaling.factor - 1.0)
-    return plain_frequencies(rotary_dim, base * stretch ** (rotary_dim / (rotary_dim - 2)))
+    stretch = 1.0 + scaling.factor * (max(length, trained) - trained) / trained
+    # The first frequency is base^0, whatever the base; two channels have no other.
+    return plain[:1] + [plain[i] * stretch ** (-2.0 * i / (rotary_dim - 2)) for i in range(1, len(plain))]
 
 
 def _yarn(rotary_dim: int, base: float, scaling: RotaryScaling) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atb_modules.checks import check_bool, check_int, check_probability, check_type
 from atb_modules.linear import Linear, fuse_on_load, may_overwrite
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.strategies import LinearStrategy, MLPStrategy, parse_enum
@@ -52,8 +53,8 @@ class MLPConfig:
     linear_strategy: str = "auto"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout!r}; allowed: 0 <= dropout < 1")
+        check_bool("bias", self.bias)
+        check_probability("dropout", self.dropout)
         object.__setattr__(self, "strategy", parse_enum(MLPStrategy, self.strategy, "strategy"))
         object.__setattr__(self, "linear_strategy", parse_enum(LinearStrategy, self.linear_strategy, "linear_strategy"))
 
@@ -78,9 +79,9 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+        check_int("hidden_size", hidden_size)
+        check_int("intermediate_size", intermediate_size)
+        check_type("config", config, MLPConfig, optional=True)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mlp_type = parse_enum(MLPType, mlp_type, "mlp_type")
         self.config = config if config is not None else MLPConfig()

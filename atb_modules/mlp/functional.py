@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.checks import check_tensor
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.torch.mlp import activation_torch
 from atb_modules.kernels.traits import ActivationTraits, count
@@ -25,12 +26,19 @@ def gated_activation(
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
+        check_tensor("gate", gate)
+        check_tensor("up", up)
     if not gate.dtype.is_floating_point:
         raise TypeError(f"gate is {gate.dtype}; allowed: a floating dtype")
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}; up has {tuple(up.shape)}, they must be equal")
     if gate.dtype != up.dtype:
         raise TypeError(f"gate is {gate.dtype}; up is {up.dtype}, they must be equal")
+    if not gate.dim():
+        raise ValueError("gate has no axis; allowed: (..., width)")
+    if gate.device != up.device:
+        raise ValueError(f"gate is on {gate.device}; up is on {up.device}, they must be equal")
     width = gate.shape[-1]
     traits = ActivationTraits(
         device_type=gate.device.type,
@@ -51,4 +59,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
     """The plain activation: "silu", "gelu", "gelu_tanh" or "relu2" (torch's own kernels are at the limit here)."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    check_tensor("x", x)
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"x is {x.dtype}; allowed: a floating dtype")
     return activation_torch(x, kind)

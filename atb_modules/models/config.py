@@ -4,12 +4,17 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from atb_modules.attention.rope import RotaryConfig
+from atb_modules.checks import LARGEST_COUNT, check_bool, check_int, check_number, check_positive, check_type
+from atb_modules.layer import NormPlacement
+from atb_modules.mlp import MLPType
 from atb_modules.norm import NormCastOrder
+from atb_modules.strategies import AttentionType, parse_enum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -17,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_dtype(dtype: torch.dtype | None, *more: torch.dtype) -> None:
     """Raises a ValueError unless parameters can have `dtype`: None, or one of three (and `more`)."""
     allowed = (*_DTYPES, *more)
-    if dtype is not None and dtype not in allowed:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(str, allowed))}, None")
 
 
@@ -82,21 +87,44 @@ class ModelConfig:
             "intermediate_size",
             "max_positions",
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; allowed: a positive int")
+            check_int(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}, which num_kv_heads {self.num_kv_heads} does not divide")
-        if not 0 <= self.norm_eps < float("inf"):
-            raise ValueError(f"norm_eps is {self.norm_eps!r}; allowed: a finite number of at least 0")
-        for name in ("windows", "rotary"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries; num_layers is {self.num_layers}")
+        check_type("family", self.family, str)
+        check_number("norm_eps", self.norm_eps, "a finite number of at least 0", lambda eps: eps >= 0)
+        check_number("norm_offset", self.norm_offset)
+        for name in ("qk_norm", "qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings"):
+            check_bool(name, getattr(self, name))
+        parse_enum(NormCastOrder, self.norm_cast_order, "norm_cast_order")
+        parse_enum(MLPType, self.mlp_type, "mlp_type")
+        if self.norm_placement not in (NormPlacement.PRE, NormPlacement.SANDWICH):
+            raise ValueError(f"norm_placement is {self.norm_placement!r}; allowed: 'pre', 'sandwich'")
+        for name in ("attention_scale", "embedding_scale"):
+            check_number(name, getattr(self, name), optional=True)
+        for name in ("attention_softcap", "logit_softcap"):
+            check_positive(name, getattr(self, name), optional=True)
+        for index, window in enumerate(self._tuple("windows", self.num_layers)):
+            check_int(f"windows[{index}]", window, 0, optional=True)
+        for index, rotary in enumerate(self._tuple("rotary", self.num_layers)):
+            check_type(f"rotary[{index}]", rotary, RotaryConfig)
+        for index, token in enumerate(self._tuple("eos_token_ids")):
+            check_int(f"eos_token_ids[{index}]", token, 0)
+
+    def _tuple(self, name: str, entries: int | None = None) -> tuple:
+        """The tuple that the field `name` holds from now on; raises unless it is a sequence of `entries` entries."""
+        value = getattr(self, name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{name} is {value!r:.80} ({type(value).__name__}); allowed: a tuple")
+        if entries is not None and len(value) != entries:
+            raise ValueError(f"{name} has {len(value)} entries; num_layers is {entries}")
+        object.__setattr__(self, name, tuple(value))
+        return tuple(value)
 
 
 @dataclass
 class InferenceConfig:
-    """How a model runs when it generates. Set attribute by attribute; checked when it is used.
+    """How a model runs when it generates. Set attribute by attribute; values are checked when it is used, names at
+    once: one that is not below is an AttributeError.
 
     Attributes:
         enable_inference_fusion: one native call a layer for one-token steps, where the layer and the machine
@@ -116,15 +144,21 @@ class InferenceConfig:
     attention_type: str = "flash"
     page_size: int = 64
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self.__dataclass_fields__:
+            allowed = ", ".join(self.__dataclass_fields__)
+            raise AttributeError(f"InferenceConfig has no {name!r}; allowed: {allowed}")
+        object.__setattr__(self, name, value)
+
     def validate(self) -> None:
         """Raises a ValueError or TypeError that names the attribute."""
         for name in ("enable_inference_fusion", "enable_kv_cache_opt"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+            check_bool(name, getattr(self, name))
         for name in ("prefill_chunk_size", "page_size"):
             value = getattr(self, name)
             if value is None and name == "prefill_chunk_size":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_COUNT:
                 raise ValueError(f"{name} is {value!r}; allowed: a positive int")
         check_dtype(self.dtype)
+        parse_enum(AttentionType, self.attention_type, "attention_type")

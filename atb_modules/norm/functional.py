@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.checks import check_number, check_tensor
 from atb_modules.kernels.registry import Kernel, resolve
 from atb_modules.kernels.traits import NormTraits, count, under_autocast
+
+_INF = float("inf")
 
 
 def rms_norm(
@@ -24,6 +27,7 @@ def rms_norm(
     Statistics in float32 for every dtype. ``cast_first`` rounds the normalised values to x's dtype before the weight
     multiplies them, as Llama does; otherwise all is float32 with one rounding at the end.
     """
+    _check_eps(eps, weight_offset)
     kernel, _ = _resolve("rms_norm", x, None, (weight,), strategy)
     return kernel.function(_input(kernel, x), weight, eps, weight_offset, cast_first)
 
@@ -43,6 +47,7 @@ def add_rms_norm(
 
     ``overwrite`` lets the sum take x's memory, where no gradient is recorded.
     """
+    _check_eps(eps, weight_offset)
     x, residual = _autocast(x, residual)
     kernel, traits = _resolve("add_rms_norm", x, residual, (weight,), strategy)
     function = kernel.choose_function(overwrite, traits)
@@ -58,6 +63,7 @@ def layer_norm(
     strategy: str = "auto",
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis (Ba et al., 2016), statistics in float32."""
+    _check_eps(eps)
     kernel, _ = _resolve("layer_norm", x, None, (weight, bias), strategy)
     return kernel.function(_input(kernel, x), weight, bias, eps)
 
@@ -72,13 +78,23 @@ def add_layer_norm(
     strategy: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(x + residual), x + residual)`` in one pass; the sum is rounded to x's dtype first."""
+    _check_eps(eps)
     x, residual = _autocast(x, residual)
     kernel, _ = _resolve("add_layer_norm", x, residual, (weight, bias), strategy)
     return kernel.function(_input(kernel, x), _input(kernel, residual), weight, bias, eps)
 
 
+def _check_eps(eps: float, weight_offset: float = 0.0) -> None:
+    # What a module passes is a float that its config has checked: it costs no call.
+    if type(eps) is not float or type(weight_offset) is not float or not 0.0 <= eps < _INF > abs(weight_offset):
+        check_number("eps", eps, "a finite number >= 0", lambda value: value >= 0)
+        check_number("weight_offset", weight_offset)
+
+
 def _autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast a branch comes back in half precision while the residual stream is float32: the wider of both."""
+    if not isinstance(x, Tensor) or not isinstance(residual, Tensor):
+        return x, residual  # refused by name later
     if x.dtype != residual.dtype and under_autocast(x.device.type):
         wide = torch.promote_types(x.dtype, residual.dtype)
         return x.to(wide), residual.to(wide)
@@ -93,16 +109,23 @@ def _resolve(
     op: str, x: Tensor, residual: Tensor | None, parameters: tuple[Tensor | None, ...], strategy: str
 ) -> tuple[Kernel, NormTraits]:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-        raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}; allowed: a floating tensor")
+        check_tensor("x", x, "a floating tensor")
+        raise TypeError(f"x is {x.dtype}; allowed: a floating tensor")
     if x.dim() == 0:
         raise ValueError("x has no axis; allowed: at least one, the last is normalised")
     width = x.shape[-1]
     if residual is not None:
+        check_tensor("residual", residual, "a floating tensor")
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}, they must be equal")
         if residual.dtype != x.dtype:
             raise TypeError(f"residual is {residual.dtype}; x is {x.dtype}, they must be equal")
+        if residual.device != x.device:
+            raise ValueError(f"residual is on {residual.device}; x is on {x.device}, they must be equal")
     for name, parameter in zip(("weight", "bias"), parameters, strict=False):
+        if parameter is not None and (not isinstance(parameter, Tensor) or not parameter.dtype.is_floating_point):
+            check_tensor(name, parameter, "a floating tensor or None")
+            raise TypeError(f"{name} is {parameter.dtype}; allowed: a floating dtype")
         if parameter is not None and tuple(parameter.shape) != (width,):
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; x of width {width} allows ({width},)")
         if parameter is not None and parameter.device != x.device:

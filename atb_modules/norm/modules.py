@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atb_modules.checks import check_bool, check_int, check_number, check_parameter_dtype, check_type
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atb_modules.strategies import NormStrategy, parse_enum
 
@@ -43,8 +44,12 @@ class NormConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cast_order", parse_enum(NormCastOrder, self.cast_order, "cast_order"))
         object.__setattr__(self, "strategy", parse_enum(NormStrategy, self.strategy, "strategy"))
-        if not self.eps >= 0:
-            raise ValueError(f"eps is {self.eps!r}; allowed: a number >= 0")
+        check_number("eps", self.eps, "a finite number >= 0", lambda eps: eps >= 0)
+        check_number("weight_offset", self.weight_offset)
+        for name in ("eps", "weight_offset"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("bias", "elementwise_affine"):
+            check_bool(name, getattr(self, name))
 
 
 class RMSNorm(nn.Module):
@@ -67,7 +72,9 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size = _positive(hidden_size, "hidden_size")
+        check_int("hidden_size", hidden_size)
+        check_parameter_dtype(dtype)
+        self.hidden_size = hidden_size
         self.config = NormConfig(
             eps, weight_offset, cast_order, elementwise_affine=elementwise_affine, strategy=strategy
         )
@@ -117,7 +124,9 @@ class LayerNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size = _positive(hidden_size, "hidden_size")
+        check_int("hidden_size", hidden_size)
+        check_parameter_dtype(dtype)
+        self.hidden_size = hidden_size
         self.config = NormConfig(eps, bias=bias, elementwise_affine=elementwise_affine, strategy=strategy)
         self.weight = self.bias = None
         if elementwise_affine:
@@ -159,6 +168,7 @@ def build_norm(
     dtype: torch.dtype | None = None,
 ) -> RMSNorm | LayerNorm:
     """The norm that ``layernorm_type`` names ("rmsnorm" or "layernorm")."""
+    check_type("config", config, NormConfig)
     if parse_enum(NormType, layernorm_type, "layernorm_type") is NormType.RMSNORM:
         return RMSNorm(
             hidden_size,
@@ -181,9 +191,3 @@ def build_norm(
         device=device,
         dtype=dtype,
     )
-
-
-def _positive(value: int, argument: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{argument} is {value!r}; allowed: a positive int")
-    return value

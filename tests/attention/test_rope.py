@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -129,6 +130,131 @@ def test_nothing_is_saved():
 def test_bad_options(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"base": "a"}, TypeError, r"base is 'a' \(str\); allowed: a finite number greater than 1"),
+        ({"base": INF}, ValueError, "base is inf"),
+        ({"base": NAN}, ValueError, "base is nan"),
+        ({"base": 10**400}, ValueError, "base is 1000"),
+        ({"base": 1}, ValueError, "base is 1; allowed"),
+        ({"layout": None}, ValueError, "layout is None"),
+        ({"partial_factor": "a"}, TypeError, "partial_factor is 'a'"),
+        ({"partial_factor": True}, TypeError, "partial_factor is True"),
+        ({"partial_factor": NAN}, ValueError, "partial_factor is nan"),
+        ({"scaling": "yarn"}, TypeError, "scaling is 'yarn' .*allowed: RotaryScaling or None"),
+        ({"frequency_factors": 2.0}, TypeError, "frequency_factors is 2.0"),
+        ({"frequency_factors": (1.0, 0.0)}, ValueError, r"frequency_factors\[1\] is 0.0; allowed: a positive"),
+        ({"frequency_factors": (1.0, NAN)}, ValueError, r"frequency_factors\[1\] is nan"),
+        ({"strategy": "fast"}, ValueError, "strategy is 'fast'"),
+    ],
+)
+def test_bad_config_values(options, error, message):
+    with pytest.raises(error, match=message):
+        RotaryConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kind": None}, ValueError, "kind is None"),
+        *(
+            ({"factor": value}, error, f"factor is .*{value}.*; allowed: a positive number")
+            for value, error in ((0.0, ValueError), (-2, ValueError), (INF, ValueError), (NAN, ValueError))
+        ),
+        ({"factor": "2"}, TypeError, r"factor is '2' \(str\)"),
+        ({"factor": True}, TypeError, "factor is True"),
+        *(
+            ({"kind": kind, "original_max_positions": -4}, ValueError, "original_max_positions is -4; allowed: a pos")
+            for kind in ("linear", "dynamic", "yarn", "llama3", "longrope")
+        ),
+        ({"original_max_positions": 0}, ValueError, "original_max_positions is 0"),
+        ({"original_max_positions": 64.0}, TypeError, "original_max_positions is 64.0"),
+        ({"original_max_positions": True}, TypeError, "original_max_positions is True"),
+        ({"attention_factor": 0.0}, ValueError, "attention_factor is 0.0"),
+        ({"attention_factor": NAN}, ValueError, "attention_factor is nan"),
+        ({"mscale": -1.0}, ValueError, "mscale is -1.0"),
+        ({"mscale_all_dim": "1"}, TypeError, "mscale_all_dim is '1'"),
+        ({"beta_fast": 0}, ValueError, "beta_fast is 0"),
+        ({"beta_slow": INF}, ValueError, "beta_slow is inf"),
+        ({"beta_fast": 1.0, "beta_slow": 2.0}, ValueError, "beta_fast is 1.0, beta_slow 2.0"),
+        ({"truncate": "no"}, TypeError, "truncate is 'no'"),
+        ({"low_freq_factor": 0.0}, ValueError, "low_freq_factor is 0.0"),
+        ({"high_freq_factor": NAN}, ValueError, "high_freq_factor is nan"),
+        ({"short_factor": 1.0}, TypeError, "short_factor is 1.0"),
+        ({"long_factor": (1.0, -1.0)}, ValueError, r"long_factor\[1\] is -1.0"),
+        ({"long_factor": (1.0, "a")}, TypeError, r"long_factor\[1\] is 'a'"),
+    ],
+)
+def test_bad_scaling_values(options, error, message):
+    with pytest.raises(error, match=message):
+        RotaryScaling(**{"kind": "yarn", "factor": 4.0, "original_max_positions": 64} | options)
+
+
+def test_lists_become_tuples_and_configs_stay_hashable():
+    scaling = RotaryScaling("longrope", 4.0, 64, short_factor=[1.0, 2.0], long_factor=[1.0, 2.0])
+    assert hash(RotaryConfig(scaling=scaling, frequency_factors=[1.0, 2.0])) is not None
+    assert scaling.short_factor == (1.0, 2.0)
+
+
+def test_two_channels_under_dynamic_ntk_keep_their_one_frequency():
+    """The stretch's exponent rotary_dim / (rotary_dim - 2) has no value there; the frequency is base^0 = 1."""
+    embedding = RotaryEmbedding(2, RotaryConfig(scaling=RotaryScaling("dynamic", 4.0, 64)))
+    assert embedding.frequencies(10) == embedding.frequencies(1000) == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (RotaryScaling("linear", 1e-320), "frequencies are finite in float32"),
+        (RotaryScaling("dynamic", 1e306, 64), None),
+        (RotaryScaling("yarn", 4.0, 64, beta_slow=5e-324), "frequencies are finite in float32"),
+        (
+            RotaryScaling("longrope", 4.0, 64, short_factor=FACTORS, long_factor=FACTORS[:3]),
+            "long_factor has 3 numbers",
+        ),
+        (RotaryScaling("longrope", 4.0, 64, short_factor=FACTORS[:3], long_factor=FACTORS), "short_factor has 3"),
+    ],
+)
+def test_scalings_without_finite_tables_are_refused_when_built(scaling, message):
+    if message is None:
+        cos, sin = RotaryEmbedding(32, RotaryConfig(scaling=scaling))(torch.arange(200))
+        assert cos.isfinite().all() and sin.isfinite().all()
+        return
+    with pytest.raises(ValueError, match=message):
+        RotaryEmbedding(32, RotaryConfig(scaling=scaling))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0,), ValueError, "head_dim is 0"),
+        ((32.0,), TypeError, "head_dim is 32.0"),
+        ((32, {"base": 1e6}), TypeError, "config is .*allowed: RotaryConfig or None"),
+    ],
+)
+def test_bad_embeddings(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RotaryEmbedding(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (np.arange(3), "position_ids is ndarray; allowed: a tensor of integers"),
+        ([0, 1], "position_ids is list"),
+        (torch.ones(3, dtype=torch.bool), "position_ids is torch.bool"),
+        (torch.ones(3, dtype=torch.complex64), "position_ids is torch.complex64"),
+    ],
+)
+def test_positions_are_tensors_of_integers(positions, message):
+    with pytest.raises(TypeError, match=message):
+        RotaryEmbedding(8)(positions)
 
 
 def test_bad_inputs():
