@@ -142,7 +142,7 @@ struct Worker {
       rms_norm(x, norm, normed, d, a->eps, a->weight_offset);
       x = normed;
     }
-    rotate_head(x, out, a->cos + b * a->half, a->sin + b * a->half, a->half, d, a->interleaved);
+    rotate_head<false>(x, out, a->cos + b * a->half, a->sin + b * a->half, a->half, d, a->interleaved);
     for (int64_t i = 0; i < d; ++i) out[i] *= scale;
   }
 

@@ -1,4 +1,5 @@
 // RMSNorm and LayerNorm over rows, alone or fused with the residual sum.
+#include "stream.h"
 #include "table.h"
 #include "threads.h"
 #include <stdlib.h>
@@ -34,9 +35,9 @@ template <class Body> ATB_INLINE void sweep(int64_t width, const Body &body) {
 template <class T> ATB_INLINE vf get(const T *p, int64_t n) {
   return n == W ? load(p) : load_part(p, n);
 }
-template <class T> ATB_INLINE void put(T *p, vf v, int64_t n) {
+template <bool STREAM, class T> ATB_INLINE void put(T *p, vf v, int64_t n) {
   if (n == W)
-    store(p, v);
+    put<STREAM>(p, v);
   else
     store_part(p, v, n);
 }
@@ -78,7 +79,7 @@ template <class T> static float row_squares(const T *x, int64_t width, float mea
   return sum((s0 + s1) + (s2 + s3)) + tail;
 }
 
-template <class T>
+template <bool STREAM, class T>
 ATB_INLINE void normalise_row(const atb_norm_args *a, const T *x, T *out, const float *weight,
                               const float *bias) {
   const float mean = a->layer_norm ? row_sum(x, a->width) / a->width : 0.0f;
@@ -89,25 +90,46 @@ ATB_INLINE void normalise_row(const atb_norm_args *a, const T *x, T *out, const 
     if (cast_first) y = round_to<T>(y);
     if (weight) y = y * load(weight + i);
     if (bias) y = y + load(bias + i);
-    put(out + i, y, n);
+    put<STREAM>(out + i, y, n);
   });
+}
+
+// Streamed sums are kept in `row` too: they are read once more, to be normalised.
+template <bool STREAM, class T>
+static void run_rows(const atb_norm_args *a, Range rows, const float *weight, const float *bias, T *row) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const T *x = (const T *)a->x + r * a->x_stride;
+    if (a->residual) {
+      const T *residual = (const T *)a->residual + r * a->residual_stride;
+      T *total = (T *)a->sum + r * a->width, *kept = STREAM ? row : total;
+      sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        const vf v = get(x + i, n) + get(residual + i, n);
+        put<false>(kept + i, v, n);
+        if (STREAM) put<true>(total + i, v, n);
+      });
+      x = kept;
+    }
+    normalise_row<STREAM>(a, x, (T *)a->out + r * a->width, weight, bias);
+  }
+  if (STREAM) stream_fence();
 }
 
 template <class T> static void run(const atb_norm_args *a) {
   float *weight = prepare_any(a, a->weight, true), *bias = prepare_any(a, a->bias, false);
-  share_items(a->threads, a->rows, a->rows * a->width, [&](int64_t row) {
-    const T *x = (const T *)a->x + row * a->x_stride;
-    T *out = (T *)a->out + row * a->width;
-    if (a->residual) {
-      const T *residual = (const T *)a->residual + row * a->residual_stride;
-      T *total = (T *)a->sum + row * a->width;
-      sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        put(total + i, get(x + i, n) + get(residual + i, n), n);
-      });
-      x = total;
-    }
-    normalise_row(a, x, out, weight, bias);
+  const int64_t total = a->rows * a->width;
+  const int threads = total < SHARED_WORK ? 1 : (int)min64(a->threads, a->rows);
+  const bool stream =
+      may_stream((const T *)a->out, total, a->width, a->x) &&
+      (!a->residual || (may_stream((const T *)a->sum, total, a->width, a->x) && a->sum != a->residual));
+  T *kept = stream && a->residual ? (T *)malloc(threads * a->width * sizeof(T)) : nullptr;
+  on_threads(threads, [&](int thread, int count) {
+    const Range mine = share(a->rows, thread, count);
+    if (stream)
+      run_rows<true>(a, mine, weight, bias, kept ? kept + thread * a->width : nullptr);
+    else
+      run_rows<false>(a, mine, weight, bias, (T *)nullptr);
   });
+  free(kept);
   free(weight);
   free(bias);
 }

@@ -7,13 +7,22 @@
 
 namespace ATB_ISA {
 
-template <class T> static void run(const atb_rotary_args *a) {
+template <class T, bool STREAM> static void run_heads(const atb_rotary_args *a) {
   share_items(a->threads, a->tokens, a->tokens * a->heads * a->head_dim, [&](int64_t t) {
     for (int64_t h = 0; h < a->heads; ++h)
-      rotate_head((const T *)a->x + t * a->x_token + h * a->x_head,
-                  (T *)a->out + t * a->out_token + h * a->out_head, a->cos + t * a->half,
-                  a->sin + t * a->half, a->half, a->head_dim, a->interleaved);
+      rotate_head<STREAM>((const T *)a->x + t * a->x_token + h * a->x_head,
+                          (T *)a->out + t * a->out_token + h * a->out_head, a->cos + t * a->half,
+                          a->sin + t * a->half, a->half, a->head_dim, a->interleaved);
+    if (STREAM) stream_fence();
   });
+}
+
+template <class T> static void run(const atb_rotary_args *a) {
+  const bool whole = a->half % W == 0 && a->head_dim % W == 0 && a->out_token % W == 0 && !a->interleaved;
+  if (whole && may_stream((const T *)a->out, a->tokens * a->heads * a->head_dim, a->out_head, a->x))
+    run_heads<T, true>(a);
+  else
+    run_heads<T, false>(a);
 }
 
 void rotary(const atb_rotary_args *a) {
@@ -29,14 +38,14 @@ void rotary(const atb_rotary_args *a) {
 static void move_head(const void *x, int dtype, void *out, int out_dtype, const float *cos, const float *sin,
                       const atb_append_args *a, float *space) {
   read_floats(x, dtype, a->head_dim, space);
-  if (cos) rotate_head(space, space, cos, sin, a->half, a->head_dim, a->interleaved);
+  if (cos) rotate_head<false>(space, space, cos, sin, a->half, a->head_dim, a->interleaved);
   write_floats(space, a->head_dim, out, out_dtype);
 }
 
 void append(const atb_append_args *a) {
   const int64_t elements = a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim;
   const int64_t size = element_size(a->dtype), page_size = element_size(a->page_dtype);
-  const int threads = elements < 16384 ? 1 : (int)min64(a->threads, a->tokens);
+  const int threads = elements < SHARED_WORK ? 1 : (int)min64(a->threads, a->tokens);
   float *memory = (float *)malloc(threads * (a->head_dim + W) * sizeof(float));
   on_threads(threads, [&](int thread, int count) {
     float *space = memory + thread * (a->head_dim + W);

@@ -54,6 +54,27 @@ void require_finite(const float *x, int64_t n, const char *what) {
     }
 }
 
+// Outputs large enough to be streamed, with rows that are whole vectors and rows that are not.
+void large_rows_of(int dtype, int threads) {
+  for (int64_t width : {512, 515}) {
+    const int64_t rows = (int64_t(8) << 20) / (width * size_of(dtype)) + 1;
+    auto x = tensor(rows * width, dtype), y = tensor(rows * width, dtype), weight = tensor(width, dtype);
+    std::vector<uint8_t> out(x.size()), sum(x.size());
+    atb_norm_args n = {x.data(), y.data(), weight.data(), nullptr, out.data(), sum.data(), rows,
+                       width,    width,    width,         1e-5f,   0.0f,       dtype,      dtype,
+                       1,        0,        threads};
+    atb_norm(&n);
+    const atb_gated_args g = {x.data(), y.data(), out.data(), rows,     width,  width,
+                              width,    width,    dtype,      ATB_SILU, threads};
+    atb_gated_activation(&g);
+    const auto angles = floats(rows * (width / 4));
+    const atb_rotary_args r = {x.data(),  out.data(), angles.data(), angles.data(), rows,  2,
+                               width / 2, width / 4,  width,         width / 2,     width, width / 2,
+                               dtype,     0,          threads};
+    atb_rotary(&r);
+  }
+}
+
 void rows_of(int dtype, int threads) {
   for (int64_t width : {1, 7, 16, 33, 577}) {
     const int64_t rows = 5;
@@ -210,6 +231,7 @@ int main() {
     for (int threads : {1, 2})
       for (int dtype = 0; dtype < 3; ++dtype) {
         rows_of(dtype, threads);
+        large_rows_of(dtype, threads);
         dense(dtype, threads);
         for (int pages = 0; pages < 3; ++pages) {
           heads_of(dtype, pages, threads);

@@ -27,10 +27,12 @@ ATB_INLINE Range share(int64_t n, int thread, int count) {
   return {begin, begin + each + (thread < extra)};
 }
 
-// body(item) for n items in contiguous shares; `work` (elements touched) below the threshold stays on one
-// thread.
+// Elements touched below which one thread is faster than waking another.
+constexpr int64_t SHARED_WORK = 16384;
+
+// body(item) for n items in contiguous shares.
 template <class Body> ATB_INLINE void share_items(int threads, int64_t n, int64_t work, const Body &body) {
-  const int used = work < 16384 ? 1 : (int)min64(threads, n);
+  const int used = work < SHARED_WORK ? 1 : (int)min64(threads, n);
   on_threads(used, [&](int thread, int count) {
     const Range mine = share(n, thread, count);
     for (int64_t i = mine.begin; i < mine.end; ++i) body(i);
