@@ -1,7 +1,9 @@
 """The two rules of numerical parity between a candidate and the float64 reference.
 
 1. The largest error is at most twice that of the plain implementation in the same dtype (three times with softcap),
-   plus one rounding step: the rule of FlashAttention's tests.
+   plus one rounding step: the rule of FlashAttention's tests. On a few hundred elements the largest error of *one*
+   order of summation is a matter of luck, so the plain implementation may be given in several (``summation_orders``):
+   its error is then the largest that it makes on these inputs.
 2. The share of elements whose error exceeds ``r max(1, |golden|)`` is at most r, and every element is within
    ``e max(1, |golden|)``: the precision standard of Ascend operators. e doubles for reductions of 2,048 terms and more.
 
@@ -10,6 +12,7 @@ Both must hold. NaN in the candidate fails, unless golden has NaN there too; inf
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +42,7 @@ class Comparison:
 def compare(
     candidate: Tensor,
     golden: Tensor,
-    plain: Tensor | None = None,
+    plain: Tensor | Iterable[Tensor] | None = None,
     *,
     dtype: torch.dtype | None = None,
     reduction: int = 1,
@@ -50,7 +53,8 @@ def compare(
     Args:
         candidate: what the kernel returned.
         golden: the float64 reference on the same inputs.
-        plain: the plain PyTorch implementation in the candidate's dtype; None leaves rule 1 out.
+        plain: the plain PyTorch implementation in the candidate's dtype, or several evaluations of it, which are
+            taken one by one until rule 1 holds or they end; None leaves rule 1 out.
         dtype: whose bounds apply; default the candidate's.
         reduction: terms summed for one element.
         softcap: whether scores were capped, which allows three times the plain error.
@@ -74,10 +78,14 @@ def compare(
         failures.append(f"largest scaled error is {worst:.2e}, allowed {bound:.2e}")
     plain_error = None
     if plain is not None:
-        plain_error = float(_error(plain, golden).nan_to_num(posinf=0.0).max())
         step = torch.finfo(dtype).eps * float(golden.abs().nan_to_num(posinf=0.0).max())
-        allowed = (3.0 if softcap else 2.0) * plain_error + step
-        if not max_error <= allowed:
+        plain_error = allowed = 0.0
+        for evaluation in [plain] if isinstance(plain, Tensor) else plain:
+            plain_error = max(plain_error, float(_error(evaluation, golden).nan_to_num(posinf=0.0).max()))
+            allowed = (3.0 if softcap else 2.0) * plain_error + step
+            if max_error <= allowed:
+                break
+        else:
             failures.append(f"largest error is {max_error:.2e}, allowed {allowed:.2e} (plain errs {plain_error:.2e})")
     return Comparison(max_error, plain_error, share, tuple(failures))
 
@@ -85,7 +93,7 @@ def compare(
 def assert_parity(
     candidate: Tensor,
     golden: Tensor,
-    plain: Tensor | None = None,
+    plain: Tensor | Iterable[Tensor] | None = None,
     *,
     dtype: torch.dtype | None = None,
     reduction: int = 1,
