@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig
+from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
+from atb_modules.attention.cache.refusal import undone_if_refused
+from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_type
+from atb_modules.layer_options import attention_options
 from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
 from atb_modules.norm import NormConfig, build_norm
+from atb_modules.norm.add import add_norm
 from atb_modules.residual import ResidualBranch, ResidualConfig
 from atb_modules.strategies import parse_enum
-
-#: Tokens a sequence may have in the cache that a layer makes for itself, and tokens a page of it.
-OWN_CACHE_TOKENS, OWN_CACHE_PAGE = 4096, 64
 
 
 class NormPlacement(StrEnum):
@@ -67,7 +70,7 @@ class TransformerLayer(nn.Module):
         layer_type: "decoder" (causal), "encoder" or "cross_decoder".
         mode: "train" or "inference" (no gradients; ``use_cache`` allowed).
         kv_cache_manager: the cache of all layers of a model; None lets a layer in inference mode make its own, for
-            4,096 tokens a sequence.
+            4,096 tokens a sequence. That one is sized by its first batch and grows for a larger one while it is empty.
         layer_idx: this layer's number in that cache; taken in order where not given.
         rotary: a ``RotaryConfig``, None for no rotary positions.
         qk_norm: None, "before_rotary" or "after_rotary": a norm of each head's queries and keys.
@@ -76,8 +79,11 @@ class TransformerLayer(nn.Module):
             everything else.
         device, dtype: of the parameters.
 
+    Any norm may be replaced by a module that takes one tensor.
+
     Raises:
         ValueError: for sizes, words or combinations that are not allowed, naming the argument.
+        TypeError: for an argument of another kind.
     """
 
     def __init__(
@@ -110,9 +116,21 @@ class TransformerLayer(nn.Module):
         self.placement = parse_enum(NormPlacement, norm_placement, "norm_placement")
         self.layer_type = parse_enum(LayerType, layer_type, "layer_type")
         self.mode = parse_enum(LayerMode, mode, "mode")
+        for name, value, kind in (
+            ("attention", attention, AttentionConfig),
+            ("norm", norm, NormConfig),
+            ("mlp", mlp, MLPConfig),
+            ("residual", residual, ResidualConfig),
+            ("rotary", rotary, RotaryConfig),
+            ("kv_cache_manager", kv_cache_manager, KVCacheManager),
+        ):
+            check_type(name, value, kind, optional=True)
+        check_int("layer_idx", layer_idx, 0, optional=True)
+        check_bool("bias", bias)
+        check_parameter_dtype(dtype)
         norm = norm if norm is not None else NormConfig()
         residual = residual if residual is not None else ResidualConfig()
-        attention = _attention_options(attention, self.layer_type, qk_norm, bias, norm)
+        attention = attention_options(attention, self.layer_type is not LayerType.ENCODER, qk_norm, bias, norm)
         mlp = mlp if mlp is not None else MLPConfig(bias=bias)
         if self.placement is NormPlacement.PARALLEL and self.layer_type is LayerType.CROSS_DECODER:
             raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
@@ -145,6 +163,7 @@ class TransformerLayer(nn.Module):
             if self.placement is NormPlacement.SANDWICH:
                 self.cross_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
         self.kv_cache_manager = kv_cache_manager
+        self._own_cache: KVCacheManager | None = None
         if layer_idx is None and kv_cache_manager is not None:
             layer_idx = kv_cache_manager.register_layer()
         self.attention.layer_idx = layer_idx
@@ -185,25 +204,23 @@ class TransformerLayer(nn.Module):
         Returns:
             hidden_states of the same shape; with ``use_cache``, ``(hidden_states, cache)``.
         """
-        if hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states has {hidden_states.shape[-1]} channels; this layer takes {self.hidden_size}"
-            )
         if use_cache and cache is None:
-            cache = self._own_cache(hidden_states)
-        if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
-            wanted = "needs" if self.layer_type is LayerType.CROSS_DECODER else "takes no"
-            raise ValueError(f"layer_type is {self.layer_type.value!r}, which {wanted} encoder_hidden_states")
-        options = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "kv_cache": cache,
-            "cache_step": cache_step,
-            "rotary_tables": rotary_tables,
-        }
-        across = {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
+            cache = self._cache(hidden_states)
         no_grad = self.mode is LayerMode.INFERENCE or cache is not None
-        with torch.no_grad() if no_grad else contextlib.nullcontext():
+        with torch.no_grad() if no_grad else contextlib.nullcontext(), self._refusals(cache, cache_step):
+            self._check_inputs(hidden_states, encoder_hidden_states)
+            options: dict[str, Any] = {
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "kv_cache": cache,
+                "cache_step": cache_step,
+                "rotary_tables": rotary_tables,
+            }
+            if cache is not None and cache is self._own_cache:
+                options["cache_layer"] = 0
+                if cache_step is None and hidden_states.dim() == 3:
+                    fit_own_cache(cache, hidden_states.shape[0])
+            across = {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
             out = self._run(hidden_states, options, across)
         return (out, cache) if use_cache and cache is not None else out
 
@@ -213,21 +230,21 @@ class TransformerLayer(nn.Module):
             attended = self.attention_branch(self.attention(normed, **options))
             return x + attended + self.mlp_branch(self.mlp(normed))
         if self.placement is NormPlacement.POST:
-            x, _ = self.attention_norm(self.attention_branch(self.attention(x, **options)), x)
+            x, _ = add_norm(self.attention_norm, self.attention_branch(self.attention(x, **options)), x)
             if self.layer_type is LayerType.CROSS_DECODER:
-                x, _ = self.cross_norm(self.cross_branch(self.cross_attention(x, **across)), x)
-            x, _ = self.mlp_norm(self.mlp_branch(self.mlp(x)), x)
+                x, _ = add_norm(self.cross_norm, self.cross_branch(self.cross_attention(x, **across)), x)
+            x, _ = add_norm(self.mlp_norm, self.mlp_branch(self.mlp(x)), x)
             return x
         sandwich = self.placement is NormPlacement.SANDWICH
         attended = self.attention(self.attention_norm(x), **options)
         attended = self.attention_branch(self.attention_post_norm(attended) if sandwich else attended)
         if self.layer_type is LayerType.CROSS_DECODER:
-            normed, x = self.cross_norm(attended, x)
+            normed, x = add_norm(self.cross_norm, attended, x)
             attended = self.cross_attention(normed, **across)
             attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
         source = self.cross_attention if self.layer_type is LayerType.CROSS_DECODER else self.attention
         overwrite = type(source) is Attention and may_overwrite(self, source.o_proj)
-        normed, x = self.mlp_norm(attended, x, overwrite=overwrite)
+        normed, x = add_norm(self.mlp_norm, attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
         if (
@@ -239,44 +256,36 @@ class TransformerLayer(nn.Module):
             return mixed.add_(x)
         return x + mixed
 
-    def _own_cache(self, hidden_states: Tensor) -> KVCacheManager:
+    def _check_inputs(self, x: Tensor, encoder_hidden_states: Tensor | tuple[Tensor, Tensor] | None) -> None:
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states has {x.shape[-1]} channels; this layer takes {self.hidden_size}")
+        if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
+            wanted = "needs" if self.layer_type is LayerType.CROSS_DECODER else "takes no"
+            raise ValueError(f"layer_type is {self.layer_type.value!r}, which {wanted} encoder_hidden_states")
+
+    def _cache(self, x: Tensor) -> KVCacheManager:
+        """The layer's cache, which it makes where it has none."""
         if self.mode is not LayerMode.INFERENCE:
             raise ValueError("use_cache is True; allowed with mode='inference', or with cache= given")
         if self.kv_cache_manager is None:
-            attention, batch = self.attention, hidden_states.shape[0]
-            self.kv_cache_manager = KVCacheManager(
-                OWN_CACHE_TOKENS,
-                OWN_CACHE_PAGE,
-                1,
-                attention.num_heads,
-                attention.head_dim,
-                hidden_states.dtype,
-                num_kv_heads=attention.num_kv_heads,
-                num_pages=batch * (OWN_CACHE_TOKENS // OWN_CACHE_PAGE),
-                device=hidden_states.device,
-            )
-        if self.kv_cache_manager.batch_size == 0:
-            self.kv_cache_manager.begin(hidden_states.shape[0])
+            heads = self.attention.num_heads, self.attention.num_kv_heads, self.attention.head_dim
+            self.kv_cache_manager = self._own_cache = make_own_cache(x.shape[0], *heads, x.dtype, x.device)
         return self.kv_cache_manager
+
+    @contextlib.contextmanager
+    def _refusals(self, cache: KVCacheManager | None, step: CacheStep | None) -> Iterator[None]:
+        """A call that raises leaves the cache without the step that it was part of, unless a model opened that."""
+        if cache is None or step is not None:
+            yield
+        elif cache is self._own_cache:
+            with own_cache_explained(cache), undone_if_refused(cache, 0):
+                yield
+        else:
+            number = getattr(self.attention, "layer_idx", None)
+            if number is None and isinstance(self.attention, Attention):
+                number = -1  # it takes one in this call, so no step has served it
+            with undone_if_refused(cache, number):
+                yield
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, type={self.layer_type.value}, norm={self.placement.value}, mode={self.mode.value}"
-
-
-def _attention_options(
-    config: AttentionConfig | None, layer_type: LayerType, qk_norm: str | None, bias: bool, norm: NormConfig
-) -> AttentionConfig:
-    """The attention options with what the layer's own arguments say where they leave it open."""
-    causal = layer_type is not LayerType.ENCODER
-    if config is None:
-        return AttentionConfig(causal=causal, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, qk_norm_config=norm)
-    if qk_norm is not None and config.qk_norm is not None and config.qk_norm != qk_norm:
-        raise ValueError(f"qk_norm is {qk_norm!r}, but attention.qk_norm is {str(config.qk_norm)!r}; give one")
-    changes: dict[str, Any] = {}
-    if config.causal is None:
-        changes["causal"] = causal
-    if qk_norm is not None:
-        changes["qk_norm"] = qk_norm
-    if bias:
-        changes.update(qkv_bias=True, out_bias=True)
-    return dataclasses.replace(config, **changes)

@@ -8,7 +8,8 @@ from .step import CacheStep
 class LayerSteps:
     """The step that layers share until one asks a second time, which begins the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
         self.close()
 
     def close(self) -> None:
@@ -25,7 +26,8 @@ class LayerSteps:
 
     def joinable(self, layer_idx: int) -> CacheStep | None:
         """The step that earlier layers opened and that `layer_idx` has not been served in, if there is one."""
-        return None if layer_idx in self.served else self.step
+        complete = len(self.served) == self.num_layers
+        return None if complete or layer_idx in self.served else self.step
 
     def check_begins(self, layer_idx: int) -> None:
         """Raises a ValueError where a step was taken back and not the layer that had begun it begins again."""

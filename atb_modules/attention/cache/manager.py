@@ -96,7 +96,7 @@ class KVCacheManager(PrefixSharing):
         self._steps = StepBuilder(self._book, self._layer_groups, self.device)
         self._registered_layers = 0
         self._newest: CacheStep | None = None
-        self.layer_steps = LayerSteps()
+        self.layer_steps = LayerSteps(self.num_layers)
 
     def _reserved(self, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
         shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)

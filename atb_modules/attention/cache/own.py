@@ -55,7 +55,7 @@ def own_cache_explained(cache: KVCacheManager) -> Iterator[None]:
         yield
     except OutOfPagesError as error:
         what = (
-            f"{error.what} in the cache that the layer made for {error.num_pages // _PAGES_A_ROW} sequences of "
+            f"{error.what} in the cache that the layer made itself, with room for {error.num_pages // _PAGES_A_ROW} x "
             f"{OWN_CACHE_TOKENS} tokens (it grows only while it is empty: for more, pass kv_cache_manager="
             f"KVCacheManager(..., num_pages=...) to the layer, or cache= to the call)"
         )
