@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from atb_modules.attention import AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, RotaryEmbedding
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.attention.masking import pack_padded, unpack_padded
+from atb_modules.checks import check_parameter_dtype, check_type
 from atb_modules.inference.fitting import check_cache
 from atb_modules.inference.generation import generate
 from atb_modules.layer import LayerMode, TransformerLayer
@@ -38,6 +39,9 @@ class DecoderModel(nn.Module):
 
     Dynamic NTK and LongRoPE choose their frequencies by the longest row of a pass, for all of its rows.
     Weights start as transformers starts them: normal with standard deviation 0.02, norms at 1.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind, or a word that is not allowed, naming the argument.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class DecoderModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_type("config", config, ModelConfig)
+        check_parameter_dtype(dtype)
         self.config = config
         self.mode = parse_enum(LayerMode, mode, "mode")
         norm = NormConfig(eps=config.norm_eps, weight_offset=config.norm_offset, cast_order=config.norm_cast_order)

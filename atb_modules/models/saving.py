@@ -1,7 +1,8 @@
-"""save_model: a model's weights back in the names of the family it came from."""
+"""save_model: a model as a directory that transformers reads, in the names of its family."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from atb_modules.convert.families import FAMILIES
 from atb_modules.convert.family import hf_name
 
 from .decoder import DecoderModel
+from .hf_config import hf_config
 from .slots import weight_slots
 
 
@@ -29,12 +31,23 @@ def family_state_dict(model: DecoderModel) -> dict[str, Tensor]:
 
 
 def save_model(model: DecoderModel, directory: str | Path) -> Path:
-    """Writes `model.safetensors` in the family's names into `directory`; returns the file's path.
+    """Writes `config.json` and `model.safetensors` into `directory`; returns the path of the second.
 
-    config.json is the source checkpoint's own and is not written: put that file beside it.
+    Names and values are those of the family: transformers' `from_pretrained` reads the directory, and so does
+    `load_model`. Files of these two names that are there are overwritten.
+
+    Raises:
+        ValueError: the configuration has something that a config.json of the family cannot express, or an index
+            of other weights files is in the directory. Nothing is written then.
     """
-    path = Path(directory) / "model.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(directory)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        raise ValueError(f"directory has {index}, whose files would be read instead of what is saved; remove it first")
+    values = hf_config(model.config, model.dtype)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "model.safetensors"
     tensors = {name: tensor.contiguous() for name, tensor in family_state_dict(model).items()}
     save_file(tensors, path, metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path

@@ -307,6 +307,24 @@ def test_options_of_another_kind(tmp_path):
         load_inference_model(tmp_path, {"page_size": 4})
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"config": {"vocab_size": 53}}, TypeError, r"config is {'vocab_size': 53} \(dict\); allowed: ModelConfig"),
+        ({"config": ModelConfig}, TypeError, r"config is .*ModelConfig.* \(type\); allowed: ModelConfig"),
+        ({"config": None}, TypeError, "config is None"),
+        ({"dtype": "float32"}, TypeError, r"dtype is 'float32' \(str\)"),
+        ({"dtype": torch.int64}, ValueError, "dtype is torch.int64"),
+        ({"mode": "eval"}, ValueError, "mode is 'eval'; allowed: 'train', 'inference'"),
+        ({"mode": {}}, ValueError, "mode is {}; allowed: 'train', 'inference'"),
+        ({"attention_type": "fast"}, ValueError, "attention_type is 'fast'; allowed: 'flash'"),
+    ],
+)
+def test_arguments_of_the_model_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        DecoderModel(**{"config": build().config, **options})
+
+
 SIZE_CHECK = """
 import json, sys
 import torch
