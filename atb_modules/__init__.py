@@ -22,6 +22,7 @@ from atb_modules.mlp import FeedForward, MLPConfig, MLPType
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
+from atb_modules.models.saving import save_model
 from atb_modules.norm import LayerNorm, NormCastOrder, NormConfig, RMSNorm
 from atb_modules.ops import (
     fused_attention,
@@ -99,6 +100,7 @@ __all__ = [
     "load_model",
     "matmul",
     "merge_heads",
+    "save_model",
     "silu_matmul",
     "softmax",
     "split_heads",
