@@ -10,6 +10,7 @@ import torch
 
 #: Greatest length, position or window: what the kernels count in.
 LARGEST_COUNT = 2**31 - 1
+_LARGEST_FLOAT = sys.float_info.max
 
 
 def check_int(name: str, value: object, least: int = 1, most: int = LARGEST_COUNT, *, optional: bool = False) -> None:
@@ -40,7 +41,7 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
     # Compared, not converted: an int may be greater than any float. NaN compares false.
-    if not abs(value) <= sys.float_info.max or (fits is not None and not fits(value)):
+    if not abs(value) <= _LARGEST_FLOAT or (fits is not None and not fits(value)):
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 
@@ -64,7 +65,8 @@ def check_type(name: str, value: object, kind: type, *, optional: bool = False) 
     """An instance of ``kind``; also None, if ``optional``."""
     if not isinstance(value, kind) and not (optional and value is None):
         allowed = f"{kind.__name__} or None" if optional else kind.__name__
-        raise TypeError(f"{name} is {value!r:.80} ({type(value).__name__}); allowed: {allowed}")
+        shown = " ".join(repr(value).split())
+        raise TypeError(f"{name} is {shown:.80} ({type(value).__name__}); allowed: {allowed}")
 
 
 def check_tensor(name: str, value: object, what: str = "a tensor") -> None:

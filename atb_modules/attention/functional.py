@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.attention.tables import check_slots, check_tables
+from atb_modules.checks import check_probability, check_tensor, check_type
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import (
     AttentionTraits,
@@ -57,6 +58,9 @@ def attention(
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or devices, or a strategy that cannot serve the call.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor, 4, "(batch, heads, seq, head_dim)")
+    check_type("spec", spec, AttentionSpec)
     q, k, v = _autocast(q, k, v)
     traits = _attention_traits(q, k, v, mask, sinks, alibi_slopes, dropout_p, return_lse)
     if traits.batch == 0 or traits.q_len == 0 or traits.kv_len == 0:
@@ -169,9 +173,11 @@ def rotary_append(
 
     cos, sin: (tokens, rotary_dim / 2) float32. slots and trusted: see ``cache_append``.
     """
+    _check_tensor("q", q, 3, "(tokens, heads, head_dim)")
     if overlaps_itself(q):
         raise ValueError(f"q is expanded (strides {q.stride()}); it is rotated in place and needs memory of its own")
     traits = _append_traits(k, v, k_pages, v_pages, slots, rotary=True, trusted=trusted)
+    _check_rotated(q, k, cos, sin)
     kernel = resolve("rotary_append", None, traits, strategy)
     with torch.no_grad():
         kernel.function(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
@@ -187,12 +193,12 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attention_traits(q, k, v, mask, sinks, alibi_slopes, dropout_p, need_lse) -> AttentionTraits:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, 4, "(batch, heads, seq, head_dim)")
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[1], k.shape[2]
     if k.shape[0] != batch or v.shape[0] != batch:
         raise ValueError(f"k and v have batch {k.shape[0]} and {v.shape[0]}; q has {batch}, they must be equal")
+    if not head_dim:
+        raise ValueError("q has head_dim 0; allowed: at least 1")
     if k.shape[3] != head_dim:
         raise ValueError(f"k has head_dim {k.shape[3]}; q has {head_dim}, they must be equal")
     if v.shape[2] != kv_len:
@@ -201,11 +207,11 @@ def _attention_traits(q, k, v, mask, sinks, alibi_slopes, dropout_p, need_lse) -
         raise ValueError(f"v has {v.shape[1]} heads; k has {num_kv_heads}, they must be equal")
     _check_groups(num_heads, num_kv_heads)
     _check_same(q, k=k, v=v)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}; allowed: 0 <= dropout_p < 1")
+    if type(dropout_p) is not float or not 0.0 <= dropout_p < 1.0:
+        check_probability("dropout_p", dropout_p)
     _check_mask(mask, q, (batch, num_heads, q_len, kv_len))
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_per_head(name, tensor, num_heads)
+        _check_per_head(name, tensor, num_heads, q.device)
     tensors = [t for t in (q, k, v, mask, sinks, alibi_slopes) if t is not None]
     return AttentionTraits(
         device_type=q.device.type,
@@ -242,8 +248,15 @@ def _paged_traits(
             f"other and with q's head_dim {head_dim}"
         )
     _check_groups(num_heads, num_kv_heads)
+    for name, tensor in (("block_table", block_table), ("kv_lengths", kv_lengths), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(tensor, Tensor):
+            check_tensor(name, tensor, "a tensor of torch.int32")
+    if not isinstance(spec, AttentionSpec):
+        check_type("spec", spec, AttentionSpec)
     if spec.causal is Causal.TOP_LEFT:
         raise ValueError("causal is 'top_left'; a paged cache allows 'bottom_right' or 'none'")
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; allowed: (batch, max_blocks)")
     batch = kv_lengths.shape[0] if kv_lengths.dim() == 1 else -1
     for name, tensor, shape in (
         ("block_table", block_table, (batch, block_table.shape[-1])),
@@ -253,7 +266,9 @@ def _paged_traits(
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; allowed: torch.int32 {shape}")
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_per_head(name, tensor, num_heads)
+        _check_per_head(name, tensor, num_heads, q.device)
+    if k_pages.device != q.device or v_pages.device != q.device:
+        raise ValueError(f"k_pages are on {k_pages.device}, v_pages on {v_pages.device}; q is on {q.device}")
     return PagedAttentionTraits(
         device_type=q.device.type,
         dtype=q.dtype,
@@ -283,6 +298,11 @@ def _append_traits(
                 f"{name} is {tuple(tensor.shape)}; pages of {pages.shape[1]} heads of {pages.shape[3]} channels take "
                 f"({k.shape[0]}, {pages.shape[1]}, {pages.shape[3]})"
             )
+    if not k.device == v.device == k_pages.device == v_pages.device:
+        raise ValueError(
+            f"k is on {k.device}, v on {v.device}, k_pages on {k_pages.device} and v_pages on {v_pages.device}; they "
+            "must be equal"
+        )
     if not trusted:
         check_slots(slots, k.shape[0], k_pages.shape[0] * k_pages.shape[2])
     return CacheAppendTraits(
@@ -295,6 +315,21 @@ def _append_traits(
         rotary=rotary,
         contiguous=k.is_contiguous(),
     )
+
+
+def _check_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+        raise ValueError(
+            f"q is {q.dtype} {tuple(q.shape)}; k is {k.dtype} {tuple(k.shape)}, they must be equal but for the heads"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            check_tensor(name, table, "a tensor (tokens, rotary_dim / 2)")
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0] or 2 * cos.shape[1] > k.shape[2]:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; k of shape {tuple(k.shape)} allows "
+            f"({k.shape[0]}, at most {k.shape[2] // 2}) for both"
+        )
 
 
 def _empty_attention(q, k, v, sinks, return_lse) -> tuple[Tensor, Tensor | None]:
@@ -341,6 +376,7 @@ def _check_same(q: Tensor, **others: Tensor) -> None:
 def _check_mask(mask: Tensor | None, q: Tensor, full: tuple[int, ...]) -> None:
     if mask is None:
         return
+    check_tensor("mask", mask, "a tensor or None")
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is {mask.dtype}; allowed: torch.bool (True = may attend) or floating (added)")
     if mask.device != q.device:
@@ -351,6 +387,13 @@ def _check_mask(mask: Tensor | None, q: Tensor, full: tuple[int, ...]) -> None:
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it must broadcast to {full}")
 
 
-def _check_per_head(name: str, tensor: Tensor | None, num_heads: int) -> None:
-    if tensor is not None and tuple(tensor.shape) != (num_heads,):
+def _check_per_head(name: str, tensor: Tensor | None, num_heads: int, device: torch.device) -> None:
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+        check_tensor(name, tensor, "a tensor or None")
+        raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
+    if tuple(tensor.shape) != (num_heads,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: ({num_heads},), one a query head")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; q is on {device}, they must be equal")

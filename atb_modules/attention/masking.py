@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_tensor
+
 
 def expand_mask(attention_mask: Tensor | None, batch: int, kv_len: int) -> Tensor | None:
     """A mask that broadcasts to (batch, heads, q_len, kv_len): bool True = may attend, floating = added.
@@ -14,6 +16,7 @@ def expand_mask(attention_mask: Tensor | None, batch: int, kv_len: int) -> Tenso
     """
     if attention_mask is None:
         return None
+    check_tensor("attention_mask", attention_mask, "a tensor or None")
     if attention_mask.dim() == 2:
         if tuple(attention_mask.shape) != (batch, kv_len):
             raise ValueError(
@@ -42,6 +45,7 @@ def pack_padded(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[T
     if attention_mask is None:
         real = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
         return hidden_states.reshape(batch * length, -1), [length] * batch, real
+    check_tensor("attention_mask", attention_mask, "a tensor or None")
     if tuple(attention_mask.shape) != (batch, length):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; with a cache it is ({batch}, {length}), "
@@ -63,6 +67,6 @@ def unpack_padded(packed: Tensor, real: Tensor) -> Tensor:
 def _as_bool(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
-    if mask.dtype.is_floating_point:
+    if mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise TypeError(f"attention_mask is {mask.dtype} with two axes; a padding mask is bool or integer 0/1")
     return mask != 0

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
-from atb_modules.attention.cache.refusal import check_batch, check_heads, undone_if_refused
+from atb_modules.attention.cache.refusal import check_batch, undone_if_refused
+from atb_modules.attention.checking import (
+    check_cached_call,
+    check_call,
+    check_key_values,
+    check_options,
+    check_packed,
+    check_positions,
+    check_rotary_tables,
+    packed_positions,
+)
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes, checked_head_dim
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
-from atb_modules.attention.qkv import ForeignQKV, FusedQKV, QKVLayout, SeparateQKV, out_features
+from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_output, out_features, projected_qkv
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
+from atb_modules.checks import check_int, check_tensor
 from atb_modules.linear import Linear, may_overwrite
 from atb_modules.norm import build_norm
 from atb_modules.strategies import attention_strategy_of
@@ -62,7 +73,9 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = checked_head_dim(hidden_size, num_heads, head_dim, num_kv_heads)
+        check_options(cross, rotary, config, layer_idx)
         config = config if config is not None else AttentionConfig()
+        check_int("kv_hidden_size", kv_hidden_size, optional=True)
         if kv_hidden_size is not None and not cross:
             raise ValueError(f"kv_hidden_size is {kv_hidden_size}; self attention (cross=False) allows None")
         options: dict[str, Any] = {"strategy": config.linear_strategy, "device": device, "dtype": dtype}
@@ -82,17 +95,7 @@ class Attention(nn.Module):
         self._build_extras(device, dtype)
 
     def _assemble(
-        self,
-        qkv,
-        o_proj,
-        hidden_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        attention_type,
-        cross,
-        rotary,
-        config,
+        self, qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
     ) -> None:
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.cross, self.config = head_dim, cross, config
@@ -137,26 +140,12 @@ class Attention(nn.Module):
         merged. Biases, hooks and wrappers (LoRA) of the modules stay in force. Sizes are read from
         ``out_features`` (or the weight).
         """
-        separate = (q_proj, k_proj, v_proj)
-        given = [proj is not None for proj in separate]
-        if any(given) if qkv_proj is not None else not all(given):
-            raise ValueError("give either q_proj, k_proj and v_proj, or qkv_proj alone")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        total = out_features(qkv_proj if qkv_proj is not None else q_proj)
-        heads = num_heads + 2 * num_kv_heads if qkv_proj is not None else num_heads
-        if total % heads:
-            raise ValueError(f"the projection has {total} output channels, which {heads} heads do not divide")
-        head_dim = total // heads
-        if qkv_proj is not None:
-            qkv: nn.Module = ForeignQKV(qkv_proj, qkv_layout, num_heads, num_kv_heads, head_dim)
-        else:
-            for name, proj in (("k_proj", k_proj), ("v_proj", v_proj)):
-                if out_features(proj) != num_kv_heads * head_dim:
-                    raise ValueError(
-                        f"{name} has {out_features(proj)} output channels; {num_kv_heads} kv heads of {head_dim} "
-                        f"make {num_kv_heads * head_dim}"
-                    )
-            qkv = SeparateQKV(*separate, num_heads, num_kv_heads)  # type: ignore[arg-type]  # checked above
+        check_options(cross, rotary, config, layer_idx)
+        separate = (q_proj, k_proj, v_proj)
+        qkv, head_dim = projected_qkv(separate, qkv_proj, qkv_layout, num_heads, num_kv_heads, cross)
+        if o_proj is not None:
+            check_output(o_proj, num_heads * head_dim)
         if cross and qkv_proj is not None:
             raise ValueError("cross is True; cross attention needs q_proj, k_proj and v_proj, not qkv_proj")
         merged = o_proj is None or isinstance(o_proj, nn.Identity)
@@ -169,7 +158,7 @@ class Attention(nn.Module):
             qkv, o_proj, hidden_size, num_heads, num_kv_heads, head_dim, attention_type, cross, rotary, config
         )
         self.layer_idx = layer_idx
-        parameter = next(qkv.parameters(), None)
+        parameter = next((p for p in qkv.parameters() if p.is_floating_point()), None)
         where = (None, None) if parameter is None else (parameter.device, parameter.dtype)
         self._build_extras(*where)
         return self
@@ -204,6 +193,8 @@ class Attention(nn.Module):
         Returns:
             The shape of hidden_states; padded positions of a cached call are 0.
         """
+        if rotary_tables is not None:
+            check_rotary_tables(rotary_tables)
         if self.cross:
             if key_value_states is None:
                 raise ValueError("key_value_states is None; cross attention needs the other sequence")
@@ -225,6 +216,7 @@ class Attention(nn.Module):
         """Keys and values of the other sequence, to be computed once and passed to many calls: (B, S, kv_heads, D)."""
         if not self.cross:
             raise ValueError("cross is False; only cross attention projects another sequence")
+        check_tensor("key_value_states", key_value_states, "a tensor (batch, seq, kv_hidden_size)")
         k, v = self.qkv.keys_values(key_value_states)
         return (k if self.k_norm is None else self.k_norm(k)), v
 
@@ -235,9 +227,10 @@ class Attention(nn.Module):
         position_ids: Tensor | None,
         rotary_tables: RotaryTables | None,
     ) -> Tensor:
-        if hidden_states.dim() != 3:
-            raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; allowed: (batch, seq, hidden)")
+        check_call(hidden_states, (3,))
         length = hidden_states.shape[1]
+        if position_ids is not None and rotary_tables is None:
+            check_positions(position_ids, tuple(hidden_states.shape[:2]))
         q, k, v = self.qkv(hidden_states)
         if self.rotary is not None and rotary_tables is None:
             if position_ids is None:
@@ -253,6 +246,8 @@ class Attention(nn.Module):
         attention_mask: Tensor | None,
         key_value_states: Tensor | tuple[Tensor, Tensor],
     ) -> Tensor:
+        check_call(hidden_states, (3,))
+        check_key_values(key_value_states, hidden_states.shape[0], self.num_kv_heads, self.head_dim)
         q = self.qkv.queries(hidden_states)
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -272,24 +267,22 @@ class Attention(nn.Module):
         rotary_tables: RotaryTables | None,
         layer_idx: int | None,
     ) -> Tensor:
-        check_heads(kv_cache, self.num_kv_heads, self.head_dim)
+        check_cached_call(hidden_states, kv_cache, step, self.num_kv_heads, self.head_dim)
         if layer_idx is None:
             layer_idx = self.layer_idx = kv_cache.register_layer() if self.layer_idx is None else self.layer_idx
-        padded = hidden_states.dim() == 3
-        if not padded and step is None:
-            raise ValueError(
-                "hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)"
-            )
+        padded, real = hidden_states.dim() == 3, None
         if padded:
             hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
-            if position_ids is not None:
-                position_ids = position_ids.expand(real.shape)[real]
+        if position_ids is not None and rotary_tables is None:
+            position_ids = packed_positions(position_ids, hidden_states, real)
+        if step is not None:
+            check_packed(hidden_states, step.total_tokens)
         with undone_if_refused(kv_cache, layer_idx if step is None else None):
             if step is None:
                 check_batch(kv_cache, len(lengths))
                 step = kv_cache.layer_step(layer_idx, lengths)
             out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
-        return unpack_padded(out, real) if padded else out
+        return out if real is None else unpack_padded(out, real)
 
     def _attend_step(
         self,

@@ -7,6 +7,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
+from atb_modules.checks import check_int, check_tensor, check_type
 from atb_modules.linear import Linear, fuse_on_load
 from atb_modules.strategies import parse_enum
 
@@ -31,15 +32,40 @@ def split_qkv(
 
     Returns q (..., num_heads, head_dim), k and v (..., num_kv_heads, head_dim); views where the layout allows it.
     """
-    layout = parse_enum(QKVLayout, layout, "layout")
+    check_tensor("qkv", qkv, "a tensor (..., (num_heads + 2 * num_kv_heads) * head_dim)")
+    check_int("head_dim", head_dim)
+    if not qkv.dim():
+        raise ValueError("qkv has no axis; allowed: (..., (num_heads + 2 * num_kv_heads) * head_dim)")
+    layout = checked_layout("layout", layout, num_heads, num_kv_heads)
+    return _split(qkv, num_heads, num_kv_heads, head_dim, layout)
+
+
+def checked_layout(name: str, layout: QKVLayout | str, num_heads: int, num_kv_heads: int) -> QKVLayout:
+    """The layout that ``layout``, the argument ``name``, stands for; raises where the heads do not go with it."""
+    layout = parse_enum(QKVLayout, layout, name)
+    check_heads(num_heads, num_kv_heads)
+    if layout is QKVLayout.PER_HEAD and num_heads != num_kv_heads:
+        raise ValueError(f"{name} 'per_head' needs num_kv_heads {num_kv_heads} equal to num_heads {num_heads}")
+    return layout
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raises unless both are positive ints and the first is a multiple of the second."""
+    check_int("num_heads", num_heads)
+    check_int("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: a divisor of num_heads {num_heads}")
+
+
+def _split(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, layout: QKVLayout
+) -> tuple[Tensor, Tensor, Tensor]:
     channels = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.shape[-1] != channels:
         raise ValueError(
             f"qkv has {qkv.shape[-1]} channels; {num_heads} heads and twice {num_kv_heads} kv heads of {head_dim} "
             f"make {channels}"
         )
-    if layout is QKVLayout.PER_HEAD and num_heads != num_kv_heads:
-        raise ValueError(f"layout 'per_head' needs num_kv_heads {num_kv_heads} equal to num_heads {num_heads}")
     lead = qkv.shape[:-1]
     if layout is QKVLayout.QKV:
         heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
@@ -59,6 +85,9 @@ def convert_qkv_weight(
     source: QKVLayout | str,
 ) -> Tensor:
     """Reorder a fused weight (channels, in) or bias (channels,) from a foreign layout to ``QKVLayout.QKV``."""
+    check_tensor("weight", weight, "a tensor (channels, in) or (channels,)")
+    if weight.dim() not in (1, 2):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed: (channels, in) or (channels,)")
     moved = weight.movedim(0, -1)
     parts = split_qkv(moved, num_heads, num_kv_heads, head_dim, source)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1).movedim(-1, 0).contiguous()
@@ -87,7 +116,8 @@ class FusedQKV(nn.Module):
         fuse_on_load(self, "qkv_proj", rows)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return split_qkv(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim)
+        qkv = self.qkv_proj(hidden_states)
+        return _split(qkv, self.num_heads, self.num_kv_heads, self.head_dim, QKVLayout.QKV)
 
 
 class SeparateQKV(nn.Module):
@@ -121,11 +151,55 @@ class ForeignQKV(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv_proj = qkv_proj
-        self.layout = parse_enum(QKVLayout, layout, "qkv_layout")
+        self.layout = checked_layout("qkv_layout", layout, num_heads, num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return split_qkv(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim, self.layout)
+        return _split(self.qkv_proj(hidden_states), self.num_heads, self.num_kv_heads, self.head_dim, self.layout)
+
+
+def projected_qkv(
+    separate: tuple[nn.Module | None, nn.Module | None, nn.Module | None],
+    qkv_proj: nn.Module | None,
+    layout: QKVLayout | str,
+    num_heads: int,
+    num_kv_heads: int,
+    cross: bool,
+) -> tuple[SeparateQKV | ForeignQKV, int]:
+    """A user's own projections (q, k and v, or one fused) as one module, and the head_dim that their sizes say."""
+    given = [proj is not None for proj in separate]
+    if any(given) if qkv_proj is not None else not all(given):
+        raise ValueError("give either q_proj, k_proj and v_proj, or qkv_proj alone")
+    check_heads(num_heads, num_kv_heads)
+    named = dict(zip(("q_proj", "k_proj", "v_proj"), separate, strict=True)) if qkv_proj is None else {}
+    for name, proj in named.items() if qkv_proj is None else (("qkv_proj", qkv_proj),):
+        check_type(name, proj, nn.Module)
+    total = out_features(qkv_proj if qkv_proj is not None else named["q_proj"])
+    heads = num_heads + 2 * num_kv_heads if qkv_proj is not None else num_heads
+    if total % heads or not total:
+        raise ValueError(f"the projection has {total} output channels, which {heads} heads do not divide")
+    head_dim = total // heads
+    if qkv_proj is not None:
+        return ForeignQKV(qkv_proj, layout, num_heads, num_kv_heads, head_dim), head_dim
+    for name in ("k_proj", "v_proj"):
+        if out_features(named[name]) != num_kv_heads * head_dim:
+            raise ValueError(
+                f"{name} has {out_features(named[name])} output channels; {num_kv_heads} kv heads of {head_dim} "
+                f"make {num_kv_heads * head_dim}"
+            )
+    widths = {name: in_features(proj) for name, proj in named.items() if not cross or name != "q_proj"}
+    if len({width for width in widths.values() if width is not None}) > 1:
+        words = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise ValueError(f"the projections take different numbers of channels: {words}; they must be equal")
+    return SeparateQKV(*separate, num_heads, num_kv_heads), head_dim  # type: ignore[arg-type]  # checked above
+
+
+def check_output(o_proj: nn.Module, channels: int) -> None:
+    """Raises unless ``o_proj`` is a module that takes ``channels``, as far as its size is known."""
+    check_type("o_proj", o_proj, nn.Module)
+    takes = in_features(o_proj)
+    if takes is not None and takes != channels:
+        raise ValueError(f"o_proj takes {takes} channels; the heads give {channels}, they must be equal")
 
 
 def out_features(projection: nn.Module | None) -> int:
@@ -137,3 +211,9 @@ def out_features(projection: nn.Module | None) -> int:
             raise TypeError(f"{type(projection).__name__} has neither out_features nor weight; its size is unknown")
         features = weight.shape[0]
     return int(features)
+
+
+def in_features(projection: nn.Module | None) -> int | None:
+    """Input channels of a user's projection, None where it does not say."""
+    features = getattr(projection, "in_features", None)
+    return int(features) if isinstance(features, int) else None

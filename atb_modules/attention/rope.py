@@ -159,8 +159,10 @@ def rotary(
         overwrite: whether the result may take x's memory, where no gradient is recorded.
     """
     layout = parse_enum(RotaryLayout, layout, "layout")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"x is {x.dtype}; allowed: a floating dtype")
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+            check_tensor(name, tensor)
+            raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
     if x.dim() < 3 or cos.dim() < 2:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; allowed: (..., tokens, heads, head_dim) and "
@@ -172,6 +174,11 @@ def rotary(
         raise ValueError(f"cos has {cos.shape[-1]} angles; x of head_dim {x.shape[-1]} allows {x.shape[-1] // 2}")
     if cos.shape[-2] != x.shape[-3]:
         raise ValueError(f"cos has {cos.shape[-2]} tokens; x has {x.shape[-3]}, they must be equal")
+    lead = zip(reversed(cos.shape[:-2]), reversed(x.shape[:-3]), strict=False)
+    if cos.dim() >= x.dim() or any(have != 1 and have != want for have, want in lead):
+        raise ValueError(f"cos has shape {tuple(cos.shape)}; its leading axes must broadcast to x {tuple(x.shape)}")
+    if cos.device != x.device or sin.device != x.device:
+        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}; x is on {x.device}, they must be equal")
     heads, head_dim = x.shape[-2:]
     tokens = x.shape[:-2]
     traits = RotaryTraits(
@@ -210,12 +217,19 @@ def convert_rotary_weight(
         rotary_dim: rotated channels of each head; None for all.
     """
     source, target = parse_enum(RotaryLayout, source, "source"), parse_enum(RotaryLayout, target, "target")
+    check_tensor("weight", weight, "a tensor (num_heads * head_dim, in) or (num_heads * head_dim,)")
+    check_int("num_heads", num_heads)
+    check_int("rotary_dim", rotary_dim, least=2, optional=True)
+    if not weight.dim():
+        raise ValueError("weight has no axis; allowed: (num_heads * head_dim, in) or (num_heads * head_dim,)")
     if weight.shape[0] % num_heads:
         raise ValueError(f"weight has {weight.shape[0]} rows, which num_heads {num_heads} does not divide")
     if source is target:
         return weight
     per_head = weight.reshape(num_heads, weight.shape[0] // num_heads, *weight.shape[1:])
     rotary_dim = per_head.shape[1] if rotary_dim is None else rotary_dim
+    if rotary_dim % 2 or rotary_dim > per_head.shape[1]:
+        raise ValueError(f"rotary_dim is {rotary_dim}; allowed: an even number up to head_dim {per_head.shape[1]}")
     turned, kept = per_head[:, :rotary_dim], per_head[:, rotary_dim:]
     split = (2, rotary_dim // 2) if source is RotaryLayout.HALF else (rotary_dim // 2, 2)
     turned = turned.reshape(num_heads, *split, *weight.shape[1:]).transpose(1, 2).reshape(turned.shape)

@@ -10,11 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_tensor
 from atb_modules.spec import AttentionSpec
 
 
 def check_slots(slots: Tensor, tokens: int, num_slots: int) -> None:
     """ValueError unless slots are int64 (tokens,) of -1 or places below ``num_slots``."""
+    check_tensor("slots", slots, f"a tensor torch.int64 ({tokens},)")
     if slots.dtype != torch.int64 or tuple(slots.shape) != (tokens,):
         raise ValueError(f"slots is {slots.dtype} {tuple(slots.shape)}; allowed: torch.int64 ({tokens},)")
     if not _readable(slots) or not tokens:

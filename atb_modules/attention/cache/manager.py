@@ -13,15 +13,8 @@ from .layer_steps import LayerSteps
 from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
 from .stats import CacheStats, measure
-from .step import CacheStep, StepBuilder
-from .validation import (
-    as_lengths,
-    as_rows,
-    check_appended,
-    check_count,
-    check_dtype,
-    layer_windows,
-)
+from .step import CacheStep, StepBuilder, refuse_layer, refuse_step
+from .validation import as_lengths, as_row, as_rows, check_appended, check_count, check_dtype, layer_windows
 
 __all__ = ["KVCacheManager", "OutOfPagesError", "PrefixHit"]
 
@@ -185,7 +178,7 @@ class KVCacheManager(PrefixSharing):
 
         Only a last page that is not full is ever copied, when one of those that share it is written to.
         """
-        (row,) = as_rows("row", row, self.batch_size)
+        row = as_row("row", row, self.batch_size)
         count = check_count("count", count)
         self._changed()
         begin = self.batch_size
@@ -283,12 +276,16 @@ class KVCacheManager(PrefixSharing):
         Raises:
             ValueError: `step` is not the newest, or the cache was changed after it.
         """
-        if step is not self._newest:
-            raise ValueError("step is not the newest one of this cache, or the cache was changed after it")
+        self.check_step("step", step)
         self._changed()
         for index, length in enumerate(step.past_lengths):
             if length < self._book.rows[index].length:
                 self._book.crop(index, length)
+
+    def check_step(self, name: str, step: CacheStep) -> None:
+        """Raises unless `step`, given as `name`, is this cache's newest and the cache was not changed after it."""
+        if step is None or step is not self._newest:
+            refuse_step(name, step)
 
     def undo_newest(self) -> None:
         """Undoes the newest step, if the cache was not changed after it, with the sequences that it opened.
@@ -343,8 +340,8 @@ class KVCacheManager(PrefixSharing):
     # Keys and values
 
     def _check_layer(self, layer_idx: int) -> None:
-        if not 0 <= layer_idx < self.num_layers:
-            raise ValueError(f"layer_idx is {layer_idx}, the cache has layers 0 to {self.num_layers - 1}")
+        if type(layer_idx) is not int or not 0 <= layer_idx < self.num_layers:
+            refuse_layer(layer_idx, self.num_layers)
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Key and value pages of a layer: (num_pages, num_kv_heads, page_size, head_dim). Unwritten slots
@@ -358,9 +355,11 @@ class KVCacheManager(PrefixSharing):
         `layer_idx`.
 
         Raises:
-            ValueError: wrong shape, dtype or device, or a layer that the cache does not have.
+            ValueError: wrong shape, dtype or device, a layer that the cache does not have, or a step that is not
+                its newest or was followed by another change.
         """
         self._check_layer(layer_idx)
+        self.check_step("step", step)
         slots = step.slots(layer_idx)
         shape = (slots.shape[0], self.num_kv_heads, self.head_dim)
         check_appended("k", k, shape, self.dtype, self.device)
@@ -378,7 +377,7 @@ class KVCacheManager(PrefixSharing):
         The last token is always the row's newest; only written slots are read.
         """
         self._check_layer(layer_idx)
-        (row,) = as_rows("row", row, self.batch_size)
+        row = as_row("row", row, self.batch_size)
         group = self._layer_groups[layer_idx]
         sequence = self._book.rows[row]
         first = sequence.evicted[group]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .manager import KVCacheManager
+from .manager import KVCacheManager
 
 
 @contextmanager
@@ -32,7 +30,9 @@ def undone_if_refused(cache: KVCacheManager, layer_idx: int | None = None) -> It
 
 
 def check_heads(cache: KVCacheManager, num_kv_heads: int, head_dim: int) -> None:
-    """Raises a ValueError where keys and values of such heads have no place in `cache`."""
+    """Raises where `cache` is none, or keys and values of such heads have no place in it."""
+    if not isinstance(cache, KVCacheManager):
+        raise TypeError(f"kv_cache is {type(cache).__name__}; allowed: KVCacheManager or None")
     if (cache.num_kv_heads, cache.head_dim) != (num_kv_heads, head_dim):
         raise ValueError(
             f"kv_cache has {cache.num_kv_heads} kv heads of {cache.head_dim} channels; this attention has "

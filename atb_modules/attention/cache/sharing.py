@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .book import PageBook
 from .prefix import PrefixImage
-from .validation import as_rows, as_tokens
+from .validation import as_row, as_tokens, check_keys
 
 
 class PrefixHit(NamedTuple):
@@ -56,8 +56,9 @@ class PrefixSharing(ABC):
         Returns:
             Tokens that can be found: a multiple of the page size.
         """
-        (row,) = as_rows("row", row, self.batch_size)
+        row = as_row("row", row, self.batch_size)
         tokens = as_tokens(token_ids)
+        check_keys(salt, adapter, images)
         sequence = self._book.rows[row]
         if len(tokens) > sequence.length:
             raise ValueError(f"token_ids has {len(tokens)} tokens, row {row} holds {sequence.length}")
@@ -75,6 +76,7 @@ class PrefixSharing(ABC):
         """How many of the first `token_ids` are in registered pages, with the same salt, adapter and
         images.
         """
+        check_keys(salt, adapter, images)
         nodes = self._book.prefixes.walk(as_tokens(token_ids), salt, adapter, images)
         return len(self._book.usable(nodes)) * self.page_size
 
@@ -91,6 +93,7 @@ class PrefixSharing(ABC):
 
         Leave out the last token of a prompt: its logits are wanted, so it has to be computed.
         """
+        check_keys(salt, adapter, images)
         nodes = self._book.usable(self._book.prefixes.walk(as_tokens(token_ids), salt, adapter, images))
         if len(nodes) * self.page_size > self.max_seq_len:
             raise ValueError(f"token_ids is longer than max_seq_len={self.max_seq_len}")

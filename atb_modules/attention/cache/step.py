@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -49,11 +50,33 @@ class CacheStep:
 
     def slots(self, layer_idx: int) -> Tensor:
         """int64 (total,): page * page_size + offset of each packed token in the pages of `layer_idx`."""
-        return self.group_slots[self.layer_groups[layer_idx]]
+        return self.group_slots[self._group(layer_idx)]
 
     def block_table(self, layer_idx: int) -> Tensor:
         """int32 (batch, max_blocks), contiguous: page of each block of page_size positions, -1 for none."""
-        return self.group_tables[self.layer_groups[layer_idx]]
+        return self.group_tables[self._group(layer_idx)]
+
+    def _group(self, layer_idx: int) -> int:
+        if type(layer_idx) is not int or not 0 <= layer_idx < len(self.layer_groups):
+            refuse_layer(layer_idx, len(self.layer_groups))
+        return self.layer_groups[layer_idx]
+
+
+def refuse_layer(layer_idx: object, num_layers: int) -> NoReturn:
+    """Raises for a layer that a cache of `num_layers` does not have."""
+    if isinstance(layer_idx, bool) or not isinstance(layer_idx, int):
+        raise TypeError(f"layer_idx must be an int, got {layer_idx!r:.80} ({type(layer_idx).__name__})")
+    raise ValueError(f"layer_idx is {layer_idx}, the cache has layers 0 to {num_layers - 1}")
+
+
+def refuse_step(name: str, step: object) -> NoReturn:
+    """Raises for a `step` that is none, or that its cache has left behind."""
+    if not isinstance(step, CacheStep):
+        raise TypeError(f"{name} is {type(step).__name__}; allowed: the CacheStep that the cache's step() returned")
+    raise ValueError(
+        f"{name} of {step.total_tokens} tokens is not the newest one of this cache, or the cache was changed after it; "
+        "allowed: the newest step of an unchanged cache"
+    )
 
 
 class StepBuilder:

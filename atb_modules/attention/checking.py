@@ -1,0 +1,97 @@
+"""What an attention module is given, checked at its edge: options when it is built, tensors when it is called."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from atb_modules.attention.cache import CacheStep, KVCacheManager
+from atb_modules.attention.cache.refusal import check_heads
+from atb_modules.attention.config import AttentionConfig
+from atb_modules.attention.rope import INTEGERS, RotaryConfig
+from atb_modules.checks import check_bool, check_int, check_tensor, check_type
+
+
+def check_options(cross: object, rotary: object, config: object, layer_idx: object) -> None:
+    """Raises where an option of ``Attention`` is of the wrong kind."""
+    check_bool("cross", cross)
+    check_type("rotary", rotary, RotaryConfig, optional=True)
+    check_type("config", config, AttentionConfig, optional=True)
+    check_int("layer_idx", layer_idx, least=0, optional=True)
+
+
+def check_call(hidden_states: Tensor, dims: tuple[int, ...]) -> None:
+    """Raises unless hidden_states is a tensor of so many axes."""
+    check_tensor("hidden_states", hidden_states, "a tensor (batch, seq, hidden)")
+    if hidden_states.dim() not in dims:
+        packed = ", or packed (tokens, hidden) with a cache_step" if 2 in dims else ""
+        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; allowed: (batch, seq, hidden){packed}")
+
+
+def check_cached_call(
+    hidden_states: Tensor,
+    kv_cache: KVCacheManager,
+    step: CacheStep | None,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Raises unless the call, padded or packed, and its step go with the cache."""
+    check_heads(kv_cache, num_kv_heads, head_dim)
+    check_call(hidden_states, (2, 3))
+    if step is not None:
+        kv_cache.check_step("cache_step", step)
+    elif hidden_states.dim() == 2:
+        raise ValueError("hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)")
+
+
+def packed_positions(position_ids: Tensor, hidden_states: Tensor, real: Tensor | None) -> Tensor:
+    """Positions of the packed hidden_states, where they came padded those of the ``real`` (batch, seq) alone."""
+    if real is None:
+        check_positions(position_ids, tuple(hidden_states.shape[:1]))
+        return position_ids
+    check_positions(position_ids, tuple(real.shape))
+    return position_ids.expand(real.shape)[real]
+
+
+def check_positions(position_ids: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises unless position_ids are integers for the tokens of ``shape``, (batch, seq) or packed (tokens,)."""
+    check_tensor("position_ids", position_ids, "a tensor of integers")
+    if position_ids.dtype not in INTEGERS:
+        raise TypeError(f"position_ids is {position_ids.dtype}; allowed: {', '.join(map(str, INTEGERS))}")
+    allowed = [shape[-1:], (1, *shape[1:]), shape] if len(shape) == 2 else [shape]
+    if tuple(position_ids.shape) not in allowed:
+        words = " or ".join(str(tuple(one)) for one in dict.fromkeys(allowed))
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; allowed: {words}, one a token")
+
+
+def check_key_values(key_value_states: object, batch: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises unless key_value_states is (batch, seq, channels), or a pair of keys and values of such heads."""
+    if isinstance(key_value_states, Tensor):
+        if key_value_states.dim() != 3 or key_value_states.shape[0] != batch:
+            raise ValueError(
+                f"key_value_states has shape {tuple(key_value_states.shape)}; allowed: ({batch}, seq, kv_hidden_size)"
+            )
+        return
+    if not isinstance(key_value_states, (tuple, list)) or len(key_value_states) != 2:
+        raise TypeError(
+            f"key_value_states is {type(key_value_states).__name__}; allowed: a tensor (batch, seq, kv_hidden_size), "
+            "or the pair that project_keys_values returned"
+        )
+    for name, part in zip(("keys", "values"), key_value_states, strict=True):
+        check_tensor(f"key_value_states' {name}", part, f"a tensor (batch, seq, {num_kv_heads}, {head_dim})")
+        if part.dim() != 4 or part.shape[0] != batch or tuple(part.shape[2:]) != (num_kv_heads, head_dim):
+            raise ValueError(
+                f"key_value_states' {name} have shape {tuple(part.shape)}; allowed: ({batch}, seq, {num_kv_heads}, "
+                f"{head_dim})"
+            )
+
+
+def check_rotary_tables(rotary_tables: object) -> None:
+    """Raises unless rotary_tables is a pair; what is in it is checked where it is used."""
+    if not isinstance(rotary_tables, (tuple, list)) or len(rotary_tables) != 2:
+        raise TypeError(f"rotary_tables is {type(rotary_tables).__name__}; allowed: the pair (cos, sin)")
+
+
+def check_packed(hidden_states: Tensor, tokens: int) -> None:
+    """Raises unless hidden_states has as many packed tokens as the step."""
+    if hidden_states.shape[0] != tokens:
+        raise ValueError(f"hidden_states has {hidden_states.shape[0]} packed tokens; cache_step has {tokens}")
