@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig
 from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
 from atb_modules.attention.cache.refusal import undone_if_refused
-from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_type
+from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
 from atb_modules.layer_options import attention_options
 from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
@@ -204,6 +204,9 @@ class TransformerLayer(nn.Module):
         Returns:
             hidden_states of the same shape; with ``use_cache``, ``(hidden_states, cache)``.
         """
+        check_tensor("hidden_states", hidden_states, "a tensor (batch, seq, hidden_size)")
+        check_bool("use_cache", use_cache)
+        check_type("cache", cache, KVCacheManager, optional=True)
         if use_cache and cache is None:
             cache = self._cache(hidden_states)
         no_grad = self.mode is LayerMode.INFERENCE or cache is not None
@@ -257,6 +260,8 @@ class TransformerLayer(nn.Module):
         return x + mixed
 
     def _check_inputs(self, x: Tensor, encoder_hidden_states: Tensor | tuple[Tensor, Tensor] | None) -> None:
+        if x.dim() not in (2, 3):
+            raise ValueError(f"hidden_states has shape {tuple(x.shape)}; allowed: (batch, seq, {self.hidden_size})")
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden_states has {x.shape[-1]} channels; this layer takes {self.hidden_size}")
         if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
@@ -269,7 +274,8 @@ class TransformerLayer(nn.Module):
             raise ValueError("use_cache is True; allowed with mode='inference', or with cache= given")
         if self.kv_cache_manager is None:
             heads = self.attention.num_heads, self.attention.num_kv_heads, self.attention.head_dim
-            self.kv_cache_manager = self._own_cache = make_own_cache(x.shape[0], *heads, x.dtype, x.device)
+            rows = x.shape[0] if x.dim() == 3 else 1
+            self.kv_cache_manager = self._own_cache = make_own_cache(rows, *heads, x.dtype, x.device)
         return self.kv_cache_manager
 
     @contextlib.contextmanager

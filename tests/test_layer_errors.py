@@ -112,3 +112,29 @@ def test_values_out_of_range():
         TransformerLayer(32, 4, layer_idx=-1)
     with pytest.raises(ValueError, match="dtype is torch.int32"):
         TransformerLayer(32, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda layer, x: layer([1.0]), TypeError, r"hidden_states is list; allowed: a tensor \(batch, seq,"),
+        (lambda layer, x: layer(x, use_cache="yes"), TypeError, r"use_cache is 'yes' \(str\); allowed: True, False"),
+        (lambda layer, x: layer(x, cache={}), TypeError, r"cache is {} \(dict\); allowed: KVCacheManager or None"),
+        (lambda layer, x: layer(x, cache=KVCacheManager), TypeError, r"cache is .*KVCacheManager.* \(ABCMeta\); allowed"),
+        (lambda layer, x: layer(x[0, 0]), ValueError, r"hidden_states has shape \(32,\); allowed: \(batch, seq, 32\)"),
+        (lambda layer, x: layer(x[None]), ValueError, r"hidden_states has shape \(1, 2, 3, 32\); allowed"),
+    ],
+)
+def test_calls_with_arguments_of_another_kind(call, error, message, mode):
+    with pytest.raises(error, match=message):
+        call(TransformerLayer(32, 4, mode=mode), torch.randn(2, 3, 32))
+
+
+@pytest.mark.parametrize("shape", [(32,), (), (3, 32), (1, 2, 3, 32)], ids=str)
+def test_shapes_that_a_cached_call_refuses(shape):
+    layer = TransformerLayer(32, 4, mode="inference")
+    with pytest.raises(ValueError, match="hidden_states "):
+        layer(torch.randn(shape), use_cache=True)
+    layer(torch.randn(2, 3, 32), use_cache=True)
+    assert layer.kv_cache_manager.lengths == (3, 3)
