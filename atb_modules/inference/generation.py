@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from atb_modules.attention import KVCacheManager
+from atb_modules.checks import LARGEST_COUNT, check_int
 
 from .fitting import check_cache
 from .plan import DecodeStep
@@ -70,6 +71,9 @@ def generate(
     options = model.inference_config
     options.validate()
     _check_counts(max_new_tokens, prefill_chunk_size)
+    check_int("pad_token_id", pad_token_id, -LARGEST_COUNT, optional=True)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token is {type(on_token).__name__}; allowed: a function of (row, token), or None")
     sampler = Sampler(temperature, top_k, top_p, generator, seed)
     ends = _end_tokens(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
     _check_positions(prompts.rows, max_new_tokens, config.max_positions)
@@ -155,6 +159,8 @@ def _own_cache(model: DecoderModel, rows: list[list[int]], max_new_tokens: int) 
 
 
 def _end_tokens(eos_token_ids: int | Sequence[int]) -> frozenset[int]:
+    if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, int | Iterable):
+        raise TypeError(f"eos_token_ids is {eos_token_ids!r:.80}; allowed: a token id, or a list of token ids")
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -165,7 +171,9 @@ def _end_tokens(eos_token_ids: int | Sequence[int]) -> frozenset[int]:
 def _check_counts(max_new_tokens: int, prefill_chunk_size: int | None) -> None:
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}; allowed: an int of at least 0")
-    if prefill_chunk_size is not None and (not isinstance(prefill_chunk_size, int) or prefill_chunk_size < 1):
+    if prefill_chunk_size is not None and (
+        isinstance(prefill_chunk_size, bool) or not isinstance(prefill_chunk_size, int) or prefill_chunk_size < 1
+    ):
         raise ValueError(f"prefill_chunk_size is {prefill_chunk_size!r}; allowed: a positive int, None")
 
 

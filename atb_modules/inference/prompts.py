@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_tensor
+
+_FORMS = "integers (batch, seq) or (seq,), a list of token ids, or a list of such lists"
 PromptLike = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -57,8 +60,7 @@ def read_prompts(ids: PromptLike, attention_mask: Tensor | None, vocab_size: int
     else:
         if attention_mask is not None:
             raise ValueError("attention_mask is for a padded tensor; lists of token ids have no padding")
-        given = list(ids)
-        rows = _rows(given)
+        rows = _rows(_sequence("ids", ids))
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"ids has no token in row {index}; allowed: at least one a row")
@@ -73,10 +75,19 @@ def read_prompts(ids: PromptLike, attention_mask: Tensor | None, vocab_size: int
 def _rows(given: list[Any]) -> list[list[int]]:
     if given and isinstance(given[0], int):
         return [given]
-    return [list(row) for row in given]
+    return [_sequence(f"ids[{index}]", row) for index, row in enumerate(given)]
+
+
+def _sequence(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TypeError(f"{name} is {value!r:.80} ({type(value).__name__}); allowed: {_FORMS}")
+    return list(value)
 
 
 def _without_padding(rows: list[list[int]], ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    check_tensor("attention_mask", attention_mask, "a tensor or None")
+    if attention_mask.dtype.is_floating_point or attention_mask.dtype.is_complex:
+        raise TypeError(f"attention_mask is {attention_mask.dtype}; allowed: bool or integer 0/1, 1 = real")
     if attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; ids has {tuple(ids.shape)}")
     real_rows = (attention_mask != 0).reshape(len(rows), -1).tolist()

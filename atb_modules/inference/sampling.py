@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_int, check_number, check_type
+
+#: Temperatures below it are taken for it: logits that differ at all are then infinitely far apart, and none is NaN.
+_COLDEST = 1e-30
+
 
 class Sampler:
     """Chooses tokens.
@@ -27,12 +32,11 @@ class Sampler:
     ) -> None:
         if temperature is None:
             temperature = 0.0 if top_k is None and top_p is None else 1.0
-        if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature is {temperature!r}; allowed: a finite number of at least 0")
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-            raise ValueError(f"top_k is {top_k!r}; allowed: a positive int")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p!r}; allowed: 0 < top_p <= 1")
+        check_number("temperature", temperature, "a finite number of at least 0", lambda value: value >= 0)
+        check_int("top_k", top_k, optional=True)
+        check_number("top_p", top_p, "0 < top_p <= 1", lambda share: 0 < share <= 1, optional=True)
+        check_type("generator", generator, torch.Generator, optional=True)
+        check_int("seed", seed, -(2**63), 2**64 - 1, optional=True)
         if generator is not None and seed is not None:
             raise ValueError("generator and seed are both given; allowed: one of them")
         self.temperature, self.top_k, self.top_p = float(temperature), top_k, top_p
@@ -49,7 +53,9 @@ class Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What is drawn from, float32 (rows, vocab_size)."""
-        scores = logits.float() / self.temperature
+        scores = logits.float()
+        # From the greatest down: divided by a small temperature, no score can become inf, nor inf - inf NaN.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / max(self.temperature, _COLDEST)
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
@@ -58,6 +64,7 @@ class Sampler:
             ordered, order = probabilities.sort(dim=-1, descending=True)
             # A token stays when those likelier than it do not reach top_p yet, so the likeliest always stays.
             beyond = ordered.cumsum(dim=-1) - ordered >= self.top_p
+            beyond[..., 0] = False
             ordered = ordered.masked_fill(beyond, 0.0)
             probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
             probabilities /= probabilities.sum(dim=-1, keepdim=True)

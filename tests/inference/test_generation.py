@@ -4,6 +4,7 @@ prefixes.
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from atb_modules.inference.prefill import chunks, prefill
 from atb_modules.inference.sampling import Sampler
 from atb_modules.models.config import InferenceConfig
 from atb_modules.strategies import use_strategy
+
+IDS = torch.ones(1, 3, dtype=torch.int64)
 
 
 def plain_greedy(model, prompt, count):
@@ -172,11 +175,50 @@ class TestSampling:
             ({"top_k": 0}, "top_k is 0; allowed: a positive int"),
             ({"top_p": 1.5}, r"top_p is 1.5; allowed: 0 < top_p <= 1"),
             ({"seed": 1, "generator": torch.Generator()}, "generator and seed are both given"),
+            ({"temperature": float("inf")}, "temperature is inf"),
+            ({"temperature": 10**400}, "temperature is 1000"),
+            ({"top_k": -3}, "top_k is -3"),
+            ({"top_p": 0.0}, "top_p is 0.0"),
+            ({"top_p": float("nan")}, "top_p is nan"),
+            ({"seed": 2**64}, "seed is 18446744073709551616"),
         ],
     )
     def test_errors(self, options, message):
         with pytest.raises(ValueError, match=message):
             Sampler(**options)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("temperature", value) for value in ("1", True, [1.0], torch.tensor(1.0))),
+            *(("top_k", value) for value in ("4", True, 4.0)),
+            *(("top_p", value) for value in ("x", True, [0.5])),
+            *(("seed", value) for value in ("4", True, 4.0)),
+            ("generator", 4),
+        ],
+    )
+    def test_types(self, name, value):
+        with pytest.raises(TypeError, match=f"{name} is .*allowed: "):
+            Sampler(**{name: value})
+
+    @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}])
+    @pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-40, 1e-46, 5e-324])
+    def test_temperatures_near_zero_are_greedy(self, model, prompt_of, temperature, options):
+        """Logits divided by them overflow float32: inf - inf is NaN, from which nothing can be drawn."""
+        logits = torch.tensor([[3.0, 1.0, -200.0, 2.999], [0.0, 4.0, 4.0, -1.0]])
+        probabilities = Sampler(temperature, **options).probabilities(logits)
+        torch.testing.assert_close(probabilities[0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+        assert probabilities.isfinite().all() and probabilities[1, [0, 3]].sum() == 0
+        assert model.generate(prompt_of(5), 6, temperature=temperature, **options) == model.generate(prompt_of(5), 6)
+
+    @pytest.mark.parametrize("top_p", [1e-40, 1e-46, 5e-324])
+    def test_the_smallest_nucleus_is_the_likeliest_token(self, top_p):
+        probabilities = Sampler(top_p=top_p).probabilities(torch.tensor([[0.0, 2.0, 1.0]]))
+        assert probabilities.tolist() == [[0.0, 1.0, 0.0]]
+
+    def test_high_temperatures_are_even(self):
+        probabilities = Sampler(1e300).probabilities(torch.tensor([[0.0, 2.0, 1.0, -500.0]]))
+        torch.testing.assert_close(probabilities, torch.full((1, 4), 0.25))
 
 
 class TestSharedCache:
@@ -234,6 +276,48 @@ class TestSharedCache:
         ([1], {"eos_token_ids": [-2]}, ValueError, "eos_token_ids has -2"),
         ([1], {"beams": 2}, TypeError, "beams"),
         ([1], {"attention_mask": torch.ones(1, 1)}, ValueError, "lists of token ids have no padding"),
+        (np.array([1, 2]), {}, TypeError, r"ids is array.*\(ndarray\); allowed: integers \(batch, seq\)"),
+        ([np.array([1, 2])], {}, TypeError, r"ids\[0\] is array"),
+        ([np.int64(1)], {}, TypeError, r"ids\[0\] is .*1.* \(int64\)"),
+        (1.5, {}, TypeError, r"ids is 1.5 \(float\)"),
+        (1, {}, TypeError, r"ids is 1 \(int\)"),
+        (None, {}, TypeError, "ids is None"),
+        ("hello", {}, TypeError, "ids is 'hello'"),
+        (["hello"], {}, TypeError, r"ids\[0\] is 'hello'"),
+        ({"input_ids": [1]}, {}, TypeError, "ids is {'input_ids'"),
+        ([[1], 2], {}, TypeError, r"ids\[1\] is 2 \(int\); allowed: .*a list of such lists"),
+        ([1, [2]], {}, TypeError, r"ids has \[2\] \(list\) in row 0"),
+        ([[[1]]], {}, TypeError, r"ids has \[1\] \(list\) in row 0"),
+        ([1, None], {}, TypeError, "ids has None"),
+        ([True], {}, TypeError, "ids has True"),
+        ([1, -1], {}, ValueError, "ids has token -1 in row 0"),
+        ([1, 2**70], {}, ValueError, "ids has token 1180591620717411303424"),
+        ([[]], {}, ValueError, "ids has no token in row 0"),
+        (torch.zeros(2, 0, dtype=torch.int64), {}, ValueError, "ids has no token in row 0"),
+        (torch.tensor(3), {}, ValueError, r"ids must be int64 or int32 \(batch, seq\), got torch.int64 \(\)"),
+        (torch.tensor([101]), {}, ValueError, "ids has token 101"),
+        (IDS, {"attention_mask": np.ones((1, 3))}, TypeError, "attention_mask is ndarray"),
+        (IDS, {"attention_mask": torch.ones(1, 3)}, TypeError, "attention_mask is torch.float32; allowed: bool or int"),
+        (IDS, {"attention_mask": torch.ones(1, 2, dtype=torch.bool)}, ValueError, r"attention_mask has shape \(1, 2\)"),
+        (IDS, {"attention_mask": torch.zeros(1, 3, dtype=torch.bool)}, ValueError, "ids has no token in row 0"),
+        ([1], {"max_new_tokens": 2.0}, ValueError, "max_new_tokens is 2.0; allowed: an int of at least 0"),
+        ([1], {"max_new_tokens": True}, ValueError, "max_new_tokens is True"),
+        ([1], {"max_new_tokens": "4"}, ValueError, "max_new_tokens is '4'"),
+        ([1], {"max_new_tokens": None}, ValueError, "max_new_tokens is None"),
+        ([1], {"max_new_tokens": 10**20}, ValueError, "max_new_tokens is 1000"),
+        ([1], {"prefill_chunk_size": True}, ValueError, "prefill_chunk_size is True"),
+        ([1], {"prefill_chunk_size": 2.0}, ValueError, "prefill_chunk_size is 2.0"),
+        ([1], {"eos_token_ids": 1.5}, TypeError, "eos_token_ids is 1.5; allowed: a token id, or a list"),
+        ([1], {"eos_token_ids": "</s>"}, TypeError, "eos_token_ids is '</s>'"),
+        ([1], {"eos_token_ids": True}, ValueError, "eos_token_ids has True"),
+        ([1], {"eos_token_ids": [None]}, ValueError, "eos_token_ids has None"),
+        ([1], {"pad_token_id": "0"}, TypeError, "pad_token_id is '0'"),
+        ([1], {"pad_token_id": 1.0}, TypeError, "pad_token_id is 1.0"),
+        ([1], {"pad_token_id": 2**40}, ValueError, "pad_token_id is 1099511627776"),
+        ([1], {"on_token": 3}, TypeError, "on_token is int; allowed: a function"),
+        ([1], {"cache": {}}, TypeError, "cache must be a KVCacheManager, got dict"),
+        ([1], {"temperature": "hot"}, TypeError, r"temperature is 'hot' \(str\); allowed: a finite number"),
+        ([1], {"generator": 7}, TypeError, "generator is 7 .*allowed: Generator or None"),
     ],
 )
 def test_errors_name_the_argument(model, ids, options, error, message):
