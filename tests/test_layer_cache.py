@@ -143,3 +143,12 @@ def test_a_failing_call_leaves_an_own_cache_as_it_was():
         assert layer.kv_cache_manager.lengths == ((5, 5) if begin else ())
         out, _ = layer(x[:, begin:end], use_cache=True)
         torch.testing.assert_close(out, layer(x)[:, begin:end], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)], ids=["no rows", "no tokens"])
+def test_nothing_new_is_a_step_too(shape):
+    layer = inference_layer()
+    out, cache = layer(torch.randn(shape), use_cache=True)
+    assert out.shape == shape and cache.lengths == (0,) * shape[0]
+    x = torch.randn(2, 5, 32)
+    torch.testing.assert_close(layer(x, use_cache=True)[0], layer(x), atol=1e-5, rtol=1e-5)

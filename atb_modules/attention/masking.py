@@ -44,7 +44,7 @@ def pack_padded(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[T
     batch, length = hidden_states.shape[:2]
     if attention_mask is None:
         real = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
-        return hidden_states.reshape(batch * length, -1), [length] * batch, real
+        return hidden_states.flatten(0, 1), [length] * batch, real
     check_tensor("attention_mask", attention_mask, "a tensor or None")
     if tuple(attention_mask.shape) != (batch, length):
         raise ValueError(
