@@ -121,7 +121,11 @@ def test_values_out_of_range():
         (lambda layer, x: layer([1.0]), TypeError, r"hidden_states is list; allowed: a tensor \(batch, seq,"),
         (lambda layer, x: layer(x, use_cache="yes"), TypeError, r"use_cache is 'yes' \(str\); allowed: True, False"),
         (lambda layer, x: layer(x, cache={}), TypeError, r"cache is {} \(dict\); allowed: KVCacheManager or None"),
-        (lambda layer, x: layer(x, cache=KVCacheManager), TypeError, r"cache is .*KVCacheManager.* \(ABCMeta\); allowed"),
+        (
+            lambda layer, x: layer(x, cache=KVCacheManager),
+            TypeError,
+            r"cache is .*KVCacheManager.* \(ABCMeta\); allowed",
+        ),
         (lambda layer, x: layer(x[0, 0]), ValueError, r"hidden_states has shape \(32,\); allowed: \(batch, seq, 32\)"),
         (lambda layer, x: layer(x[None]), ValueError, r"hidden_states has shape \(1, 2, 3, 32\); allowed"),
     ],
