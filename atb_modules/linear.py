@@ -30,41 +30,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
             check_tensor(name, tensor)
             raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
-    if weight.dim() != 2 or not x.dim():
+    shape, weight_shape, device = x.shape, weight.shape, x.device
+    if len(weight_shape) != 2 or not shape:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; allowed: (..., in_features) and "
+            f"x has shape {tuple(shape)} and weight {tuple(weight_shape)}; allowed: (..., in_features) and "
             "(out_features, in_features)"
         )
+    out_features, in_features = weight_shape
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
             check_tensor("bias", bias, "a tensor or None")
             raise TypeError(f"bias is {bias.dtype}; allowed: a floating dtype")
-        if bias.device != x.device:
-            raise ValueError(f"bias is on {bias.device}; x is on {x.device}, they must be equal")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; weight of shape {tuple(weight.shape)} takes ({weight.shape[0]},)"
-        )
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"x has {x.shape[-1]} features; weight of shape {tuple(weight.shape)} takes {weight.shape[-1]}"
-        )
-    if x.device != weight.device:
-        raise ValueError(f"x is on {x.device}; weight is on {weight.device}, they must be equal")
+        if tuple(bias.shape) != (out_features,):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; weight of shape {tuple(weight_shape)} takes ({out_features},)"
+            )
+        if bias.device != device:
+            raise ValueError(f"bias is on {bias.device}; x is on {device}, they must be equal")
+    if shape[-1] != in_features:
+        raise ValueError(f"x has {shape[-1]} features; weight of shape {tuple(weight_shape)} takes {in_features}")
+    if device != weight.device:
+        raise ValueError(f"x is on {device}; weight is on {weight.device}, they must be equal")
     requires_grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     traits = LinearTraits(
-        device_type=x.device.type,
+        device_type=device.type,
         dtype=x.dtype,
         weight_dtype=weight.dtype,
-        rows=count(x.shape[:-1]),
-        in_features=weight.shape[1],
-        out_features=weight.shape[0],
+        rows=count(shape[:-1]),
+        in_features=in_features,
+        out_features=out_features,
         has_bias=bias is not None,
         weight_contiguous=weight.is_contiguous(),
         requires_grad=requires_grad,
-        autocast=under_autocast(x.device.type),
+        autocast=under_autocast(device.type),
         contiguous=x.is_contiguous(),
     )
     kernel = resolve("linear", None, traits, strategy)

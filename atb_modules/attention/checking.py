@@ -37,6 +37,8 @@ def check_cached_call(
     """Raises unless the call, padded or packed, and its step go with the cache."""
     check_heads(kv_cache, num_kv_heads, head_dim)
     check_call(hidden_states, (2, 3))
+    if kv_cache.device != hidden_states.device:
+        raise ValueError(f"kv_cache is on {kv_cache.device}; hidden_states is on {hidden_states.device}")
     if step is not None:
         kv_cache.check_step("cache_step", step)
     elif hidden_states.dim() == 2:
@@ -85,13 +87,25 @@ def check_key_values(key_value_states: object, batch: int, num_kv_heads: int, he
             )
 
 
-def check_rotary_tables(rotary_tables: object) -> None:
-    """Raises unless rotary_tables is a pair; what is in it is checked where it is used."""
+def check_rotary_tables(rotary_tables: object, tokens: int | None = None) -> None:
+    """Raises unless rotary_tables is a pair of tensors, (tokens, rotary_dim / 2) where ``tokens`` are packed."""
     if not isinstance(rotary_tables, (tuple, list)) or len(rotary_tables) != 2:
         raise TypeError(f"rotary_tables is {type(rotary_tables).__name__}; allowed: the pair (cos, sin)")
+    cos, sin = rotary_tables
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
+        names = f"{type(cos).__name__} and {type(sin).__name__}"
+        raise TypeError(f"rotary_tables are {names}; allowed: the tensors cos and sin")
+    if tokens is not None and not (cos.dim() == sin.dim() == 2 and cos.size(0) == sin.size(0) == tokens):
+        raise ValueError(
+            f"rotary_tables have shapes {tuple(cos.shape)} and {tuple(sin.shape)}; allowed: ({tokens}, rotary_dim / 2) "
+            "for both"
+        )
 
 
-def check_packed(hidden_states: Tensor, tokens: int) -> None:
-    """Raises unless hidden_states has as many packed tokens as the step."""
-    if hidden_states.shape[0] != tokens:
-        raise ValueError(f"hidden_states has {hidden_states.shape[0]} packed tokens; cache_step has {tokens}")
+def check_packed(hidden_states: Tensor, step: CacheStep | None, rotary_tables: object) -> None:
+    """Raises unless the step and the tables, where they are given, have as many tokens as the packed hidden_states."""
+    tokens = hidden_states.size(0)
+    if step is not None and step.positions.size(0) != tokens:
+        raise ValueError(f"hidden_states has {tokens} packed tokens; cache_step has {step.total_tokens}")
+    if rotary_tables is not None:
+        check_rotary_tables(rotary_tables, tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.attention.tables import check_slots, check_tables
+from atb_modules.attention.tables import check_rotated, check_slots, check_tables
 from atb_modules.checks import check_probability, check_tensor, check_type
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import (
@@ -115,6 +115,8 @@ def paged_attention(
         q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, sinks, alibi_slopes, return_lse
     )
     if not trusted:
+        if k_pages.device != q.device or v_pages.device != q.device:
+            raise ValueError(f"k_pages are on {k_pages.device}, v_pages on {v_pages.device}; q is on {q.device}")
         check_tables(block_table, kv_lengths, cu_seqlens_q, spec, traits.total, k_pages.shape[0], traits.page_size)
     if traits.total == 0:
         lse = torch.empty(traits.num_heads, 0, device=q.device) if return_lse else None
@@ -173,11 +175,13 @@ def rotary_append(
 
     cos, sin: (tokens, rotary_dim / 2) float32. slots and trusted: see ``cache_append``.
     """
-    _check_tensor("q", q, 3, "(tokens, heads, head_dim)")
+    if not trusted:
+        _check_tensor("q", q, 3, "(tokens, heads, head_dim)")
+        _check_tensor("k", k, 3, "(tokens, kv_heads, head_dim)")
+        check_rotated(q, k, cos, sin)
     if overlaps_itself(q):
         raise ValueError(f"q is expanded (strides {q.stride()}); it is rotated in place and needs memory of its own")
     traits = _append_traits(k, v, k_pages, v_pages, slots, rotary=True, trusted=trusted)
-    _check_rotated(q, k, cos, sin)
     kernel = resolve("rotary_append", None, traits, strategy)
     with torch.no_grad():
         kernel.function(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
@@ -267,8 +271,6 @@ def _paged_traits(
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; allowed: torch.int32 {shape}")
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, tensor, num_heads, q.device)
-    if k_pages.device != q.device or v_pages.device != q.device:
-        raise ValueError(f"k_pages are on {k_pages.device}, v_pages on {v_pages.device}; q is on {q.device}")
     return PagedAttentionTraits(
         device_type=q.device.type,
         dtype=q.dtype,
@@ -298,12 +300,12 @@ def _append_traits(
                 f"{name} is {tuple(tensor.shape)}; pages of {pages.shape[1]} heads of {pages.shape[3]} channels take "
                 f"({k.shape[0]}, {pages.shape[1]}, {pages.shape[3]})"
             )
-    if not k.device == v.device == k_pages.device == v_pages.device:
-        raise ValueError(
-            f"k is on {k.device}, v on {v.device}, k_pages on {k_pages.device} and v_pages on {v_pages.device}; they "
-            "must be equal"
-        )
     if not trusted:
+        if not k.device == v.device == k_pages.device == v_pages.device:
+            raise ValueError(
+                f"k is on {k.device}, v on {v.device}, k_pages on {k_pages.device} and v_pages on {v_pages.device}; "
+                "they must be equal"
+            )
         check_slots(slots, k.shape[0], k_pages.shape[0] * k_pages.shape[2])
     return CacheAppendTraits(
         device_type=k.device.type,
@@ -315,21 +317,6 @@ def _append_traits(
         rotary=rotary,
         contiguous=k.is_contiguous(),
     )
-
-
-def _check_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
-        raise ValueError(
-            f"q is {q.dtype} {tuple(q.shape)}; k is {k.dtype} {tuple(k.shape)}, they must be equal but for the heads"
-        )
-    for name, table in (("cos", cos), ("sin", sin)):
-        if not isinstance(table, Tensor):
-            check_tensor(name, table, "a tensor (tokens, rotary_dim / 2)")
-    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0] or 2 * cos.shape[1] > k.shape[2]:
-        raise ValueError(
-            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; k of shape {tuple(k.shape)} allows "
-            f"({k.shape[0]}, at most {k.shape[2] // 2}) for both"
-        )
 
 
 def _empty_attention(q, k, v, sinks, return_lse) -> tuple[Tensor, Tensor | None]:

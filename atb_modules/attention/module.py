@@ -193,8 +193,6 @@ class Attention(nn.Module):
         Returns:
             The shape of hidden_states; padded positions of a cached call are 0.
         """
-        if rotary_tables is not None:
-            check_rotary_tables(rotary_tables)
         if self.cross:
             if key_value_states is None:
                 raise ValueError("key_value_states is None; cross attention needs the other sequence")
@@ -229,7 +227,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         check_call(hidden_states, (3,))
         length = hidden_states.shape[1]
-        if position_ids is not None and rotary_tables is None:
+        if rotary_tables is not None:
+            check_rotary_tables(rotary_tables)
+        elif position_ids is not None:
             check_positions(position_ids, tuple(hidden_states.shape[:2]))
         q, k, v = self.qkv(hidden_states)
         if self.rotary is not None and rotary_tables is None:
@@ -275,8 +275,7 @@ class Attention(nn.Module):
             hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
         if position_ids is not None and rotary_tables is None:
             position_ids = packed_positions(position_ids, hidden_states, real)
-        if step is not None:
-            check_packed(hidden_states, step.total_tokens)
+        check_packed(hidden_states, step, rotary_tables)
         with undone_if_refused(kv_cache, layer_idx if step is None else None):
             if step is None:
                 check_batch(kv_cache, len(lengths))

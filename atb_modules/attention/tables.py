@@ -26,6 +26,21 @@ def check_slots(slots: Tensor, tokens: int, num_slots: int) -> None:
         raise ValueError(f"slots go from {low} to {high}; allowed: -1 (not written) to {num_slots - 1}")
 
 
+def check_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """ValueError or TypeError unless q goes with k, and cos and sin with the tokens and channels of both."""
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+        raise ValueError(
+            f"q is {q.dtype} {tuple(q.shape)}; k is {k.dtype} {tuple(k.shape)}, they must be equal but for the heads"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, "a tensor (tokens, rotary_dim / 2)")
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0] or 2 * cos.shape[1] > k.shape[2]:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; k of shape {tuple(k.shape)} allows "
+            f"({k.shape[0]}, at most {k.shape[2] // 2}) for both"
+        )
+
+
 def check_tables(
     block_table: Tensor,
     kv_lengths: Tensor,

@@ -31,21 +31,21 @@ def gated_activation(
         check_tensor("up", up)
     if not gate.dtype.is_floating_point:
         raise TypeError(f"gate is {gate.dtype}; allowed: a floating dtype")
-    if gate.shape != up.shape:
-        raise ValueError(f"gate has shape {tuple(gate.shape)}; up has {tuple(up.shape)}, they must be equal")
+    shape, device = gate.shape, gate.device
+    if shape != up.shape:
+        raise ValueError(f"gate has shape {tuple(shape)}; up has {tuple(up.shape)}, they must be equal")
     if gate.dtype != up.dtype:
         raise TypeError(f"gate is {gate.dtype}; up is {up.dtype}, they must be equal")
-    if not gate.dim():
+    if not shape:
         raise ValueError("gate has no axis; allowed: (..., width)")
-    if gate.device != up.device:
-        raise ValueError(f"gate is on {gate.device}; up is on {up.device}, they must be equal")
-    width = gate.shape[-1]
+    if device != up.device:
+        raise ValueError(f"gate is on {device}; up is on {up.device}, they must be equal")
     traits = ActivationTraits(
-        device_type=gate.device.type,
+        device_type=device.type,
         dtype=gate.dtype,
         kind=kind,
-        rows=count(gate.shape[:-1]),
-        width=width,
+        rows=count(shape[:-1]),
+        width=shape[-1],
         requires_grad=torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad),
         contiguous=gate.is_contiguous() and up.is_contiguous(),
     )

@@ -111,30 +111,34 @@ def _resolve(
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         check_tensor("x", x, "a floating tensor")
         raise TypeError(f"x is {x.dtype}; allowed: a floating tensor")
-    if x.dim() == 0:
+    shape, device = x.shape, x.device
+    if not shape:
         raise ValueError("x has no axis; allowed: at least one, the last is normalised")
-    width = x.shape[-1]
+    width = shape[-1]
     if residual is not None:
-        check_tensor("residual", residual, "a floating tensor")
-        if residual.shape != x.shape:
-            raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}, they must be equal")
+        if not isinstance(residual, Tensor):
+            check_tensor("residual", residual, "a floating tensor")
+        if residual.shape != shape:
+            raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(shape)}, they must be equal")
         if residual.dtype != x.dtype:
             raise TypeError(f"residual is {residual.dtype}; x is {x.dtype}, they must be equal")
-        if residual.device != x.device:
-            raise ValueError(f"residual is on {residual.device}; x is on {x.device}, they must be equal")
+        if residual.device != device:
+            raise ValueError(f"residual is on {residual.device}; x is on {device}, they must be equal")
     for name, parameter in zip(("weight", "bias"), parameters, strict=False):
-        if parameter is not None and (not isinstance(parameter, Tensor) or not parameter.dtype.is_floating_point):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor) or not parameter.dtype.is_floating_point:
             check_tensor(name, parameter, "a floating tensor or None")
             raise TypeError(f"{name} is {parameter.dtype}; allowed: a floating dtype")
-        if parameter is not None and tuple(parameter.shape) != (width,):
+        if tuple(parameter.shape) != (width,):
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; x of width {width} allows ({width},)")
-        if parameter is not None and parameter.device != x.device:
-            raise ValueError(f"{name} is on {parameter.device}; x is on {x.device}, they must be equal")
+        if parameter.device != device:
+            raise ValueError(f"{name} is on {parameter.device}; x is on {device}, they must be equal")
     tensors = [t for t in (x, residual, *parameters) if t is not None]
     traits = NormTraits(
-        device_type=x.device.type,
+        device_type=device.type,
         dtype=x.dtype,
-        rows=count(x.shape[:-1]),
+        rows=count(shape[:-1]),
         width=width,
         fused_add=residual is not None,
         requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),

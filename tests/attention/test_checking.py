@@ -134,8 +134,12 @@ def test_calls(arguments, error, message, cached):
     ("options", "error", "message"),
     [
         ({"rotary_tables": 3}, TypeError, r"rotary_tables is int; allowed: the pair \(cos, sin\)"),
-        ({"rotary_tables": (np.zeros((10, 4)), np.zeros((10, 4)))}, TypeError, "cos is ndarray"),
-        ({"rotary_tables": (torch.zeros(4, 4), torch.zeros(4, 4))}, ValueError, "cos has "),
+        ({"rotary_tables": (np.zeros((10, 4)), np.zeros((10, 4)))}, TypeError, "rotary_tables are ndarray and ndarray"),
+        (
+            {"rotary_tables": (torch.zeros(4, 4), torch.zeros(4, 4))},
+            ValueError,
+            "cos has 4 tokens|allowed: .10, rotary_dim",
+        ),
     ],
 )
 @pytest.mark.parametrize("cached", [False, True])
@@ -148,6 +152,12 @@ def test_rotary_tables(options, error, message, cached):
 def test_the_cache_is_a_manager(value):
     with pytest.raises(TypeError, match="kv_cache is .*; allowed: KVCacheManager or None"):
         ATTENTION(X, kv_cache=value)
+
+
+def test_the_cache_is_where_the_tokens_are():
+    kv_cache = KVCacheManager(32, 4, 1, 4, 8, torch.float32, device="meta")
+    with pytest.raises(ValueError, match="kv_cache is on meta; hidden_states is on cpu"):
+        ATTENTION(X, kv_cache=kv_cache)
 
 
 def test_steps_belong_to_the_cache_and_are_its_newest():
