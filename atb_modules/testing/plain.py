@@ -78,7 +78,8 @@ def plain_paged_attention(
     for row, length in enumerate(kv_lengths.tolist()):
         k, v = (gather_pages(pages, block_table[row], length).to(q.dtype) for pages in (k_pages, v_pages))
         row_q = q[starts[row] : starts[row + 1]].transpose(0, 1).unsqueeze(0)
-        extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "order": order}
-        out = plain_attention(row_q, k.unsqueeze(0), v.unsqueeze(0), spec, **extras)
+        out = plain_attention(
+            row_q, k.unsqueeze(0), v.unsqueeze(0), spec, sinks=sinks, alibi_slopes=alibi_slopes, order=order
+        )
         rows.append(out[0].transpose(0, 1))
     return torch.cat(rows)
