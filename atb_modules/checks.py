@@ -84,6 +84,20 @@ def check_parameter_dtype(dtype: object) -> None:
         raise ValueError(f"dtype is {dtype}; allowed: a floating torch.dtype or None")
 
 
+def check_device(device: object) -> None:
+    """None, a ``torch.device``, or what names one."""
+    if device is None or isinstance(device, torch.device):
+        return
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(
+            f"device is {device!r:.80} ({type(device).__name__}); allowed: a torch.device, its name, or None"
+        )
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; allowed: a torch.device, its name, or None ({error})") from None
+
+
 def numbers(name: str, value: Any, *, optional: bool = False) -> tuple[float, ...] | None:
     """A list or tuple of positive finite numbers, as a tuple; also None, if ``optional``."""
     if optional and value is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor
+from atb_modules.checks import check_bool, check_device, check_int, check_parameter_dtype, check_tensor
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import LinearTraits, count, under_autocast
 from atb_modules.strategies import LinearStrategy, parse_enum
@@ -90,6 +90,7 @@ class Linear(nn.Linear):
         check_int("in_features", in_features)
         check_int("out_features", out_features)
         check_bool("bias", bias)
+        check_device(device)
         check_parameter_dtype(dtype)
         self.strategy = parse_enum(LinearStrategy, strategy, "strategy")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
@@ -142,6 +143,10 @@ class _FuseOnLoad:
                 raise ValueError(f"state_dict has {', '.join(found)} but not {missing}; {self.fused} needs all")
             if not found:
                 continue
+            for key in keys:
+                check_tensor(key, state_dict[key])
+                if not state_dict[key].dim():
+                    raise ValueError(f"{key} has no axis; {self.fused} needs output channels")
             rows = tuple(state_dict[key].shape[0] for key in keys)
             if rows != self.rows:
                 raise ValueError(f"{', '.join(keys)} have {rows} output channels; {self.fused} takes {self.rows}")

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_int, check_number, check_parameter_dtype, check_probability, check_type
+from atb_modules.checks import (
+    check_device,
+    check_int,
+    check_number,
+    check_parameter_dtype,
+    check_probability,
+    check_type,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class ResidualBranch(nn.Module):
         super().__init__()
         check_int("hidden_size", hidden_size)
         check_type("config", config, ResidualConfig)
+        check_device(device)
         check_parameter_dtype(dtype)
         self.config = config
         self.layer_scale = None

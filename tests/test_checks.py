@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from atb_modules import Attention, KVCacheManager, LayerNorm, Linear, RMSNorm
 from atb_modules.checks import (
     check_bool,
+    check_device,
     check_int,
     check_number,
     check_parameter_dtype,
@@ -78,3 +80,20 @@ def test_types_and_dtypes_are_named():
         check_parameter_dtype("float32")
     with pytest.raises(ValueError, match="dtype is torch.int8; allowed: a floating torch.dtype or None"):
         check_parameter_dtype(torch.int8)
+
+
+def test_devices_are_named():
+    for good in (None, "cpu", torch.device("meta"), 0):
+        check_device(good)
+    with pytest.raises(TypeError, match=r"device is 1.5 \(float\); allowed: a torch.device, its name, or None"):
+        check_device(1.5)
+    for build in (
+        lambda: check_device("nope"),
+        lambda: Linear(4, 4, device="nope"),
+        lambda: RMSNorm(4, device="nope"),
+        lambda: LayerNorm(4, device="nope"),
+        lambda: Attention(32, 4, device="nope"),
+        lambda: KVCacheManager(32, 4, 1, 4, 8, torch.float32, device="nope"),
+    ):
+        with pytest.raises(ValueError, match="device is 'nope'; allowed: a torch.device, its name, or None"):
+            build()

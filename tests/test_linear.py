@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atb_modules import Linear
+from atb_modules import Attention, Linear
 from atb_modules.ops import linear
 
 X, W, B = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
@@ -48,3 +48,17 @@ def test_products_refuse(arguments, error, message):
 def test_modules_refuse(arguments, options, error, message):
     with pytest.raises(error, match=message):
         Linear(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ([1.0], TypeError, "qkv.k_proj.weight is list; allowed: a tensor"),
+        (torch.tensor(1.0), ValueError, "qkv.k_proj.weight has no axis"),
+    ],
+)
+def test_parts_that_are_fused_on_load_are_tensors(value, error, message):
+    weight = torch.zeros(32, 32)
+    state = {f"qkv.{part}_proj.weight": weight for part in "qv"} | {"qkv.k_proj.weight": value, "o_proj.weight": weight}
+    with pytest.raises(error, match=message):
+        Attention(32, 4).load_state_dict(state)

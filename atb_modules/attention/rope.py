@@ -123,6 +123,8 @@ class RotaryEmbedding(nn.Module):
             raise TypeError(f"position_ids is {position_ids.dtype}; allowed: {', '.join(map(str, INTEGERS))}")
         frequencies = self._frequencies
         if frequencies is None:
+            if not isinstance(length, torch.SymInt):
+                check_int("length", length, least=0, optional=True)
             if length is None:
                 length = int(position_ids.max()) + 1 if position_ids.numel() else 1
             frequencies = self.frequencies(length)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_bool, check_int, check_number, check_parameter_dtype, check_type
+from atb_modules.checks import check_bool, check_device, check_int, check_number, check_parameter_dtype, check_type
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atb_modules.strategies import NormStrategy, parse_enum
 
@@ -73,6 +73,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         check_int("hidden_size", hidden_size)
+        check_device(device)
         check_parameter_dtype(dtype)
         self.hidden_size = hidden_size
         self.config = NormConfig(
@@ -125,6 +126,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         check_int("hidden_size", hidden_size)
+        check_device(device)
         check_parameter_dtype(dtype)
         self.hidden_size = hidden_size
         self.config = NormConfig(eps, bias=bias, elementwise_affine=elementwise_affine, strategy=strategy)

@@ -257,6 +257,13 @@ def test_positions_are_tensors_of_integers(positions, message):
         RotaryEmbedding(8)(positions)
 
 
+@pytest.mark.parametrize(("length", "error"), [("a", TypeError), (4.0, TypeError), (True, TypeError), (-5, ValueError)])
+def test_lengths_are_ints(length, error):
+    embedding = RotaryEmbedding(8, RotaryConfig(scaling=RotaryScaling("dynamic", 2.0, 16)))
+    with pytest.raises(error, match="length is .*allowed: an int of at least 0"):
+        embedding(torch.arange(4), length)
+
+
 def test_bad_inputs():
     x = torch.randn(4, 2, 8)
     cos = torch.randn(4, 4)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_device
+
 from .book import PageBook
 from .groups import CachedSequence, LayerGroup
 from .layer_steps import LayerSteps
@@ -92,6 +94,7 @@ class KVCacheManager(PrefixSharing):
         self.layer_steps = LayerSteps(self.num_layers)
 
     def _reserved(self, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
+        check_device(device)
         shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
         # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
         with torch.inference_mode(False):
@@ -355,8 +358,7 @@ class KVCacheManager(PrefixSharing):
         `layer_idx`.
 
         Raises:
-            ValueError: wrong shape, dtype or device, a layer that the cache does not have, or a step that is not
-                its newest or was followed by another change.
+            ValueError: wrong shape, dtype or device, a layer that there is not, a step that is not the newest.
         """
         self._check_layer(layer_idx)
         self.check_step("step", step)
