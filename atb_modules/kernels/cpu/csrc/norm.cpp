@@ -79,68 +79,130 @@ template <class T> static float row_squares(const T *x, int64_t width, float mea
   return sum((s0 + s1) + (s2 + s3)) + tail;
 }
 
-template <bool STREAM, class T>
-ATB_INLINE void normalise_row(const atb_norm_args *a, const T *x, T *out, const float *weight,
-                              const float *bias) {
+struct Scale {
+  float mean, inverse;
+};
+
+template <class T> ATB_INLINE Scale scale_of(const atb_norm_args *a, const T *x) {
   const float mean = a->layer_norm ? row_sum(x, a->width) / a->width : 0.0f;
-  const float inverse = 1.0f / __builtin_sqrtf(row_squares(x, a->width, mean) / a->width + a->eps);
-  const bool cast_first = a->cast_first;
-  sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    vf y = (get(x + i, n) - mean) * inverse;
-    if (cast_first) y = round_to<T>(y);
-    if (weight) y = y * load(weight + i);
-    if (bias) y = y + load(bias + i);
-    put<STREAM>(out + i, y, n);
-  });
+  return {mean, 1.0f / __builtin_sqrtf(row_squares(x, a->width, mean) / a->width + a->eps)};
 }
 
-// Streamed sums are kept in `row` too: they are read once more, to be normalised.
-template <bool STREAM, class T>
-static void run_rows(const atb_norm_args *a, Range rows, const float *weight, const float *bias, T *row) {
+// What is applied to every row. WEIGHT and BIAS are fixed when compiling, so that every road rounds alike:
+// the compiler fuses the product and the sum on all of them.
+template <bool WEIGHT, bool BIAS> struct Affine {
+  const float *weight, *bias;
+  bool cast_first;
+
+  template <class T>
+  inline __attribute__((always_inline)) vf normalised(const T *x, int64_t i, int64_t n, Scale scale) const {
+    vf y = (get(x + i, n) - scale.mean) * scale.inverse;
+    if (cast_first) y = round_to<T>(y);
+    if (WEIGHT) y = y * load(weight + i);
+    if (BIAS) y = y + load(bias + i);
+    return y;
+  }
+};
+
+template <class T, class A> static void norm_rows(const atb_norm_args *a, Range rows, const A affine) {
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const T *x = (const T *)a->x + r * a->x_stride;
+    T *out = (T *)a->out + r * a->width;
     if (a->residual) {
       const T *residual = (const T *)a->residual + r * a->residual_stride;
-      T *total = (T *)a->sum + r * a->width, *kept = STREAM ? row : total;
+      T *total = (T *)a->sum + r * a->width;
       sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        const vf v = get(x + i, n) + get(residual + i, n);
-        put<false>(kept + i, v, n);
-        if (STREAM) put<true>(total + i, v, n);
+        put<false>(total + i, get(x + i, n) + get(residual + i, n), n);
       });
-      x = kept;
+      x = total;
     }
-    normalise_row<STREAM>(a, x, (T *)a->out + r * a->width, weight, bias);
+    const Scale scale = scale_of(a, x);
+    sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      put<false>(out + i, affine.normalised(x, i, n, scale), n);
+    });
   }
-  if (STREAM) stream_fence();
 }
 
-template <class T> static void run(const atb_norm_args *a) {
-  float *weight = prepare_any(a, a->weight, true), *bias = prepare_any(a, a->bias, false);
+// The same past the caches; the next row is fetched while this one is written.
+template <class T, class A> static void stream_rows(const atb_norm_args *a, Range rows, const A affine) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const T *x = (const T *)a->x + r * a->x_stride, *next = r + 1 < rows.end ? x + a->x_stride : x;
+    T *out = (T *)a->out + r * a->width;
+    const Scale scale = scale_of(a, x);
+    sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      __builtin_prefetch(next + i, 0, 2);
+      put<true>(out + i, affine.normalised(x, i, n, scale), n);
+    });
+  }
+  stream_fence();
+}
+
+// Sums and their norms past the caches: one row is read and summed while the row before it is normalised from
+// its copy in `kept` (two rows), so that reading and writing never wait for each other.
+template <class T, class A>
+static void stream_sums(const atb_norm_args *a, Range rows, const A affine, T *kept) {
+  Scale scale = {};
+  for (int64_t r = rows.begin; r <= rows.end; ++r) {
+    const bool reads = r<rows.end, writes = r> rows.begin;
+    T *mine = kept + (r & 1) * a->width, *before = kept + (~r & 1) * a->width;
+    const T *x = (const T *)a->x + r * a->x_stride,
+            *residual = (const T *)a->residual + r * a->residual_stride;
+    T *total = (T *)a->sum + r * a->width, *out = (T *)a->out + (r - 1) * a->width;
+    sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      if (reads) {
+        const vf v = get(x + i, n) + get(residual + i, n);
+        put<false>(mine + i, v, n);
+        put<true>(total + i, v, n);
+      }
+      if (writes) put<true>(out + i, affine.normalised(before, i, n, scale), n);
+    });
+    if (reads) scale = scale_of(a, mine);
+  }
+  stream_fence();
+}
+
+template <class T, class A> static void run(const atb_norm_args *a, const A affine) {
   const int64_t total = a->rows * a->width;
   const int threads = total < SHARED_WORK ? 1 : (int)min64(a->threads, a->rows);
-  const bool stream =
-      may_stream((const T *)a->out, total, a->width, a->x) &&
-      (!a->residual || (may_stream((const T *)a->sum, total, a->width, a->x) && a->sum != a->residual));
-  T *kept = stream && a->residual ? (T *)malloc(threads * a->width * sizeof(T)) : nullptr;
+  const bool sums = a->residual,
+             stream =
+                 may_stream((const T *)a->out, total, a->width, a->x) &&
+                 (!sums || (may_stream((const T *)a->sum, total, a->width, a->x) && a->sum != a->residual));
+  T *kept = stream && sums ? (T *)malloc(2 * threads * a->width * sizeof(T)) : nullptr;
   on_threads(threads, [&](int thread, int count) {
     const Range mine = share(a->rows, thread, count);
-    if (stream)
-      run_rows<true>(a, mine, weight, bias, kept ? kept + thread * a->width : nullptr);
+    if (stream && sums)
+      stream_sums(a, mine, affine, kept + 2 * thread * a->width);
+    else if (stream)
+      stream_rows<T>(a, mine, affine);
     else
-      run_rows<false>(a, mine, weight, bias, (T *)nullptr);
+      norm_rows<T>(a, mine, affine);
   });
   free(kept);
+}
+
+template <class T> static void run_affine(const atb_norm_args *a) {
+  float *weight = prepare_any(a, a->weight, true), *bias = prepare_any(a, a->bias, false);
+  const bool cast_first = a->cast_first;
+  if (weight && bias)
+    run<T>(a, Affine<true, true>{weight, bias, cast_first});
+  else if (weight)
+    run<T>(a, Affine<true, false>{weight, bias, cast_first});
+  else if (bias)
+    run<T>(a, Affine<false, true>{weight, bias, cast_first});
+  else
+    run<T>(a, Affine<false, false>{weight, bias, cast_first});
   free(weight);
   free(bias);
 }
 
 void norm(const atb_norm_args *a) {
   if (a->dtype == ATB_BF16)
-    run<bf16>(a);
+    run_affine<bf16>(a);
   else if (a->dtype == ATB_F16)
-    run<f16>(a);
+    run_affine<f16>(a);
   else
-    run<float>(a);
+    run_affine<float>(a);
 }
 
 } // namespace ATB_ISA
