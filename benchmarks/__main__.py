@@ -1,6 +1,7 @@
 """``python -m benchmarks [NAME ...] [--json FILE]``: run all benchmarks, or those that are named.
 
-Each runs in a process of its own: what one leaves behind in the allocator and in compiled code does not colour the next.
+Each runs in a process of its own: what one leaves behind in the allocator and in compiled code does not colour the
+next.
 """
 
 from __future__ import annotations
