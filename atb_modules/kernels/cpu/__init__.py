@@ -1,6 +1,6 @@
 """The C++ kernels of the CPU as torch.library ops (namespace ``atb_modules``)."""
 
-from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_rotary, records
+from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_paged, ops_rotary, records
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 from .decode_stack import DecodeStackPlan
 
@@ -14,6 +14,7 @@ __all__ = [
     "ops_attention",
     "ops_linear",
     "ops_norm",
+    "ops_paged",
     "ops_rotary",
     "records",
 ]

@@ -1,21 +1,21 @@
-"""torch.library ops of dense and paged attention; forward only, with the log-sum-exp."""
+"""torch.library ops of dense attention: forward with the log-sum-exp, and its gradients."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import library, structs
-from .library_ops import call, check_out, check_same, define, last_dense, pointer, threads
+from .library_ops import LIB, call, check_same, define, last_dense, pointer, threads
+
+#: queries that the native kernels take at a time (csrc/flash_tile.h)
+LANES = 64
 
 
-def _meta_none(*_: object, **__: object) -> None:
-    return None
-
-
-def _per_head(name: str, vector: Tensor | None, heads: int) -> Tensor | None:
+def per_head(name: str, vector: Tensor | None, heads: int) -> Tensor | None:
     if vector is None:
         return None
     if tuple(vector.shape) != (heads,):
@@ -23,7 +23,7 @@ def _per_head(name: str, vector: Tensor | None, heads: int) -> Tensor | None:
     return vector.detach().float().contiguous()
 
 
-def _check_groups(heads: int, kv_heads: int) -> None:
+def check_groups(heads: int, kv_heads: int) -> None:
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"the heads of q must be a multiple of the kv heads, got {heads} and {kv_heads}")
 
@@ -34,7 +34,7 @@ def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must be (batch, heads, seq, head_dim), got {tuple(tensor.shape)}")
     check_same("v", v, "k", k.shape, k.dtype)
     check_same("k", k, "q (heads and length aside)", (q.shape[0], *k.shape[1:3], q.shape[3]), q.dtype)
-    _check_groups(q.shape[1], k.shape[1])
+    check_groups(q.shape[1], k.shape[1])
 
 
 def _expanded_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[Tensor | None, int, tuple[int, ...]]:
@@ -51,28 +51,33 @@ def _expanded_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> tup
     return mask, code, mask.expand(shape).stride()
 
 
-def _attention(
+def _arguments(
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    reach: Tensor | None,
+    blocks: Tensor | None,
+    block_size: int,
     causal: int,
     left: int,
     right: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[structs.AttentionArgs, list[Tensor | None]]:
+    """The argument struct, and the tensors that must stay alive while it is used."""
     _check_dense(q, k, v)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     dtype = library.dtype_code("q", q.dtype)
-    sinks, slopes = _per_head("sinks", sinks, heads), _per_head("alibi_slopes", alibi_slopes, heads)
+    sinks, slopes = per_head("sinks", sinks, heads), per_head("alibi_slopes", alibi_slopes, heads)
     mask, mask_code, mask_strides = _expanded_mask(mask, (batch, heads, q_len, kv_len))
-    out, lse = _meta(q, k, v)
-    if q.numel() == 0:
-        return out, lse
+    reach, reach_stride = _checked_reach(reach, batch, q_len)
+    blocks, block_strides = _checked_blocks(blocks, block_size, q.shape, kv_len)
     q, k, v = last_dense(q), last_dense(k), last_dense(v)
     strides = ctypes.c_int64 * 3
     args = structs.AttentionArgs(
@@ -82,6 +87,8 @@ def _attention(
         pointer(mask),
         pointer(sinks),
         pointer(slopes),
+        pointer(reach),
+        pointer(blocks),
         out.data_ptr(),
         lse.data_ptr(),
         batch,
@@ -94,6 +101,9 @@ def _attention(
         strides(*k.stride()[:3]),
         strides(*v.stride()[:3]),
         (ctypes.c_int64 * 4)(*mask_strides),
+        reach_stride,
+        (ctypes.c_int64 * 2)(*block_strides),
+        block_size,
         left,
         right,
         scale,
@@ -103,7 +113,49 @@ def _attention(
         causal,
         threads(),
     )
-    call("atb_attention", args)
+    return args, [q, k, v, mask, sinks, slopes, reach, blocks]
+
+
+def _checked_reach(reach: Tensor | None, batch: int, q_len: int) -> tuple[Tensor | None, int]:
+    """The reach (rows of five int32) and its stride from one batch row to the next, 0 where all share it."""
+    if reach is None:
+        return None, 0
+    if (
+        reach.dtype != torch.int32
+        or reach.dim() != 3
+        or reach.shape[0] not in (1, batch)
+        or reach.shape[1:] != (q_len, 5)
+    ):
+        raise ValueError(f"reach must be int32 (1 or {batch}, {q_len}, 5), got {reach.dtype} {tuple(reach.shape)}")
+    return reach.contiguous(), 0 if reach.shape[0] == 1 else q_len * 5
+
+
+def _checked_blocks(
+    blocks: Tensor | None, size: int, q_shape: torch.Size, kv_len: int
+) -> tuple[Tensor | None, tuple[int, int]]:
+    """The block mask and its strides from one batch row and one head to the next, 0 where all share it."""
+    if blocks is None:
+        return None, (0, 0)
+    if size < 1:
+        raise ValueError(f"block_size must be at least 1 with blocks, got {size}")
+    across = -(-q_shape[2] // size), -(-kv_len // size)
+    fits = blocks.dim() == 4 and blocks.shape[0] in (1, q_shape[0]) and blocks.shape[1] in (1, q_shape[1])
+    if blocks.dtype != torch.bool or not fits or tuple(blocks.shape[2:]) != across:
+        raise ValueError(
+            f"blocks must be bool (1 or {q_shape[0]}, 1 or {q_shape[1]}, {across[0]}, {across[1]}), "
+            f"got {blocks.dtype} {tuple(blocks.shape)}"
+        )
+    blocks = blocks.contiguous()
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
+    return blocks, (strides[0], strides[1])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _meta(q, k, v)
+    args, keep = _arguments(out, lse, q, k, v, *options)
+    if q.numel():
+        call("atb_attention", args)
+    del keep
     return out, lse
 
 
@@ -114,147 +166,84 @@ def _meta(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? alibi_slopes, int causal, int left,"
-    " int right, float scale, float softcap) -> (Tensor, Tensor)",
-    _attention,
-    _meta,
-)
-
-
-def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, kv_lengths: Tensor) -> None:
-    if q.dim() != 3 or k_pages.dim() != 4 or k_pages.shape[3] != q.shape[2]:
-        raise ValueError(
-            "q must be (total, heads, head_dim) and k_pages (num_pages, kv_heads, page_size, head_dim),"
-            f" got {tuple(q.shape)} and {tuple(k_pages.shape)}"
-        )
-    check_same("v_pages", v_pages, "k_pages", k_pages.shape, k_pages.dtype)
-    _check_groups(q.shape[1], k_pages.shape[1])
-    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-        raise ValueError(f"k_pages and v_pages must be contiguous, got {k_pages.stride()} and {v_pages.stride()}")
-    if block_table.dim() != 2 or block_table.dtype != torch.int32:
-        raise ValueError(
-            f"block_table must be int32 (batch, max_blocks), got {block_table.dtype} {tuple(block_table.shape)}"
-        )
-    check_same("kv_lengths", kv_lengths, "the rows of block_table", (block_table.shape[0],), torch.int32)
-
-
-def paged_attention_out(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attention of packed queries over pages into `out` (total, heads, head_dim) and `lse` (heads, total) float32.
-
-    Only tokens below kv_lengths are read, and of those only the ones some query may see: pages that slid out of a
-    window need not exist (block_table -1), and unwritten slots may hold anything.
-    """
-    _check_pages(q, k_pages, v_pages, block_table, kv_lengths)
-    total, heads, head_dim = q.shape
-    batch = block_table.shape[0]
-    check_same("cu_seqlens_q", cu_seqlens_q, "the rows of block_table", (batch + 1,), torch.int32)
-    dtype, page_dtype = library.dtype_code("q", q.dtype), library.dtype_code("k_pages", k_pages.dtype)
-    check_out(out, q.shape, q.dtype)
-    check_same("lse", lse, "q", (heads, total), torch.float32)
-    sinks, slopes = _per_head("sinks", sinks, heads), _per_head("alibi_slopes", alibi_slopes, heads)
-    if q.numel() == 0:
-        return
-    q = last_dense(q)
-    block_table, kv_lengths = block_table.contiguous(), kv_lengths.contiguous()
-    cu_seqlens_q = cu_seqlens_q.contiguous()
-    args = structs.PagedArgs(
-        q.data_ptr(),
-        pointer(k_pages),
-        pointer(v_pages),
-        pointer(block_table),
-        kv_lengths.data_ptr(),
-        cu_seqlens_q.data_ptr(),
-        pointer(sinks),
-        pointer(slopes),
-        out.data_ptr(),
-        lse.data_ptr(),
-        batch,
-        heads,
-        k_pages.shape[1],
-        head_dim,
-        k_pages.shape[2],
-        block_table.shape[1],
-        total,
-        q.stride(0),
-        q.stride(1),
-        left,
-        right,
-        scale,
-        softcap,
-        dtype,
-        page_dtype,
-        causal,
-        threads(),
+def _attention_backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in float32; ``out`` and ``lse`` may be those of several calls merged."""
+    out, d_out = (t.to(q.dtype).transpose(1, 2).contiguous() for t in (out, d_out))
+    lse = lse.contiguous()
+    forward, keep = _arguments(out, lse, q, k, v, *options)
+    d_q = torch.empty(q.shape, dtype=torch.float32)
+    splits = _splits(q.shape[0] * k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], threads())
+    d_k, d_v = (torch.zeros((splits, *k.shape), dtype=torch.float32) for _ in range(2))
+    if d_lse is not None:
+        d_lse = d_lse.float().contiguous()
+    args = structs.AttentionBackwardArgs(
+        forward, d_out.data_ptr(), pointer(d_lse), pointer(d_q), pointer(d_k), pointer(d_v), splits
     )
-    call("atb_paged_attention", args)
+    if q.numel():
+        call("atb_attention_backward", args)
+    del keep
+    return d_q, _joined(d_k), _joined(d_v)
 
 
-def _meta_paged(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+def _splits(units: int, lanes: int, count: int) -> int:
+    """How many threads share a unit (a batch row and kv head): more than one where units do not fill the threads."""
+    if units % count == 0 or units >= 4 * count or lanes <= LANES:
+        return 1
+    return min(count, -(-lanes // LANES))
 
 
-def _paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    out, lse = _meta_paged(q)
-    paged_attention_out(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        kv_lengths,
-        cu_seqlens_q,
-        sinks,
-        alibi_slopes,
-        causal,
-        left,
-        right,
-        scale,
-        softcap,
-        out=out,
-        lse=lse,
-    )
-    return out, lse
+def _joined(parts: Tensor) -> Tensor:
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
-_PAGED = (
-    "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor kv_lengths, Tensor cu_seqlens_q,"
-    " Tensor? sinks, Tensor? alibi_slopes, bool causal, int left, int right, float scale, float softcap"
+def _meta_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_):
+    return tuple(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
+
+
+#: what follows q, k and v in both ops
+_OPTIONS = (
+    "Tensor? mask, Tensor? sinks, Tensor? alibi_slopes, Tensor? reach, Tensor? blocks, int block_size, int causal,"
+    " int left, int right, float scale, float softcap"
 )
-define(f"paged_attention({_PAGED}) -> (Tensor, Tensor)", _paged_attention, _meta_paged)
+define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", _attention, _meta)
 define(
-    f"paged_attention.out({_PAGED}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    paged_attention_out,
-    _meta_none,
+    "attention_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v,"
+    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _meta_backward,
 )
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, mask, sinks, slopes, reach, blocks, *ctx.options = inputs
+    ctx.save_for_backward(*output, q, k, v, mask, sinks, slopes, reach, blocks)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_out, d_lse):
+    if torch.is_grad_enabled():
+        raise RuntimeError("the CPU attention kernel has no second derivative; strategy='eager' has")
+    if ctx.needs_input_grad[3] or ctx.needs_input_grad[5]:
+        raise RuntimeError("the CPU attention kernel has no gradient of a mask or of ALiBi slopes")
+    out, lse, q, k, v, mask, sinks, *rest = ctx.saved_tensors
+    none = (None,) * (len(rest) + len(ctx.options))
+    if d_out is None and d_lse is None:
+        return (None,) * 5 + none
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_q, d_k, d_v = torch.ops.atb_modules.attention_backward(
+        d_out, d_lse, out, lse, q, k, v, mask, sinks, *rest, *ctx.options
+    )
+    d_sinks = None
+    if sinks is not None and ctx.needs_input_grad[4]:
+        # the sink is one more key with value 0: its share of the softmax, times 0 - delta
+        delta = (out.float() * d_out.float()).sum(-1)
+        if d_lse is not None:
+            delta = delta - d_lse
+        share = torch.exp(sinks.float()[:, None] - lse)
+        d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, d_sinks, *none
+
+
+torch.library.register_autograd("atb_modules::attention", _backward, setup_context=_save, lib=LIB)

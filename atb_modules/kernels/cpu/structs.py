@@ -60,14 +60,21 @@ class LinearArgs(ctypes.Structure):
 
 class AttentionArgs(ctypes.Structure):
     _fields_ = _fields(
-        ("q k v mask sinks slopes out lse", _P),
+        ("q k v mask sinks slopes reach blocks out lse", _P),
         ("batch heads kv_heads q_len kv_len head_dim", _I64),
         ("q_strides k_strides v_strides", _I64 * 3),
         ("mask_strides", _I64 * 4),
+        ("reach_stride", _I64),
+        ("block_strides", _I64 * 2),
+        ("block_size", _I64),
         ("left right", _I64),
         ("scale softcap", _F),
         ("dtype mask_dtype causal threads", _I32),
     )
+
+
+class AttentionBackwardArgs(ctypes.Structure):
+    _fields_ = [("forward", AttentionArgs), *_fields(("d_out d_lse d_q d_k d_v", _P), ("splits", _I64))]
 
 
 class PagedArgs(ctypes.Structure):
@@ -109,6 +116,7 @@ KERNELS: dict[str, type[ctypes.Structure]] = {
     "atb_append": AppendArgs,
     "atb_linear": LinearArgs,
     "atb_attention": AttentionArgs,
+    "atb_attention_backward": AttentionBackwardArgs,
     "atb_paged_attention": PagedArgs,
     "atb_decode_layer": DecodeArgs,
     "atb_decode_stack": DecodeStackArgs,

@@ -51,7 +51,7 @@ def check(
     q, k, v, mask=None, sinks=None, slopes=None, causal=0, left=-1, right=-1, scale=None, softcap=0.0, factor=1.0
 ):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = OPS.attention(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap)
+    out, lse = OPS.attention(q, k, v, mask, sinks, slopes, None, None, 0, causal, left, right, scale, softcap)
     want, want_lse = formula(q, k, v, mask, sinks, slopes, causal, left, right, scale, softcap)
     bound = TOLERANCE[q.dtype] * factor
     torch.testing.assert_close(out.double(), want, atol=bound, rtol=bound)
@@ -99,10 +99,10 @@ def test_masks_softcap_alibi_and_sinks(isa):
 
 def test_rows_that_see_nothing(isa):
     q, k, v = draw(1, 2, 2, 12, 5, 16)
-    out, lse = OPS.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, None, None, None, None, 0, 1, -1, -1, 0.25, 0.0)
     assert (out[:, :, :7] == 0).all() and torch.isneginf(lse[:, :, :7]).all()
     sinks = torch.tensor([1.5, -0.5])
-    out, lse = OPS.attention(q, k, v, None, sinks, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, sinks, None, None, None, 0, 1, -1, -1, 0.25, 0.0)
     assert (out[:, :, :7] == 0).all()
     torch.testing.assert_close(lse[0, :, :7], sinks[:, None].expand(2, 7))
     check(q, k, v, mask=torch.zeros(12, 5, dtype=torch.bool))
@@ -112,7 +112,7 @@ def test_rows_that_see_nothing(isa):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_empty_sequences(isa, q_len, kv_len, batch, dtype):
     q, k, v = draw(batch, 4, 2, q_len, kv_len, 16, dtype)
-    out, lse = OPS.attention(q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0)
+    out, lse = OPS.attention(q, k, v, None, None, None, None, None, 0, 1, -1, -1, 0.25, 0.0)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     if kv_len == 0:
         assert (out == 0).all() and torch.isneginf(lse).all()
@@ -121,11 +121,12 @@ def test_empty_sequences(isa, q_len, kv_len, batch, dtype):
 def test_lengths_of_keys_and_values_must_agree():
     q, k, _ = draw(1, 1, 1, 3, 5, 8)
     with pytest.raises(ValueError, match=r"v must have the shape \(1, 1, 5, 8\).*got \(1, 1, 6, 8\)"):
-        OPS.attention(q, k, torch.randn(1, 1, 6, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
+        OPS.attention(q, k, torch.randn(1, 1, 6, 8), None, None, None, None, None, 0, 0, -1, -1, 1.0, 0.0)
     with pytest.raises(ValueError, match="multiple of the kv heads, got 3 and 2"):
-        OPS.attention(*draw(1, 3, 2, 3, 5, 8), None, None, None, 0, -1, -1, 1.0, 0.0)
+        OPS.attention(*draw(1, 3, 2, 3, 5, 8), None, None, None, None, None, 0, 0, -1, -1, 1.0, 0.0)
     with pytest.raises(TypeError, match="mask must be bool"):
-        OPS.attention(*draw(1, 1, 1, 3, 5, 8), torch.ones(3, 5, dtype=torch.int64), None, None, 0, -1, -1, 1.0, 0.0)
+        mask = torch.ones(3, 5, dtype=torch.int64)
+        OPS.attention(*draw(1, 1, 1, 3, 5, 8), mask, None, None, None, None, 0, 0, -1, -1, 1.0, 0.0)
 
 
 def test_strided_and_expanded_inputs(isa):
@@ -233,7 +234,7 @@ def test_pages_outside_the_window_need_not_exist(isa):
 
 def test_opcheck_and_out_variant():
     q, k, v = draw(1, 4, 2, 7, 9, 16)
-    torch.library.opcheck(OPS.attention.default, (q, k, v, None, None, None, 1, -1, -1, 0.25, 0.0))
+    torch.library.opcheck(OPS.attention.default, (q, k, v, None, None, None, None, None, 0, 1, -1, -1, 0.25, 0.0))
     k_pages, v_pages, table = pages_of(k, v, [9], 4, torch.float32, 0.0)
     packed = q[0].transpose(0, 1)
     lengths, cu = torch.tensor([9], dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)

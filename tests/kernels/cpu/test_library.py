@@ -29,7 +29,7 @@ def run_all():
     table, cu = torch.arange(20, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32)
     lengths = torch.tensor([301], dtype=torch.int32)
     return [
-        *OPS.attention(q, k, k, None, None, None, 1, -1, -1, 0.125, 0.0),
+        *OPS.attention(q, k, k, None, None, None, None, None, 0, 1, -1, -1, 0.125, 0.0),
         *OPS.paged_attention(
             q[0, :, :1].transpose(0, 1), pages, pages, table, lengths, cu, None, None, True, -1, -1, 0.1, 0.0
         ),

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define ATB_ABI_VERSION 2
+#define ATB_ABI_VERSION 3
 
 enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
@@ -72,14 +72,33 @@ typedef struct {
   const void *q, *k, *v;
   const void *mask;            /* optional, by four strides, 0 = broadcast; bool (mask_dtype 3) or added */
   const float *sinks, *slopes; /* optional, (heads,) */
+  const int32_t *reach;        /* optional, (batch, q_len, 5): see below; instead of causal, left, right */
+  const uint8_t *blocks; /* optional, (batch, heads, q_blocks, kv_blocks): live blocks of block_size^2 */
   void *out;
   float *lse;
   int64_t batch, heads, kv_heads, q_len, kv_len, head_dim;
   int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[4];
+  int64_t reach_stride, block_strides[2],
+      block_size;      /* of a batch row; of a batch row and a head; 0 = shared */
   int64_t left, right; /* -1 = unbounded */
   float scale, softcap;
   int32_t dtype, mask_dtype, causal, threads;
 } atb_attention_args;
+
+/* A row of `reach` is (far_low, far_high, low, high, position): the query sees the keys [far_low, far_high)
+   and [low, high), the first of them before the second or empty, and stands at `position` among the keys
+   (ALiBi). */
+
+/* Gradients of dense attention. `forward` holds what the forward call had, `out` and `lse` its results. */
+typedef struct {
+  atb_attention_args forward;
+  const void *d_out;  /* like out: (batch, q_len, heads, head_dim) contiguous, in the dtype */
+  const float *d_lse; /* optional, (batch, heads, q_len) */
+  float *d_q;         /* (batch, heads, q_len, head_dim) */
+  float *d_k,
+      *d_v; /* (splits, batch, kv_heads, kv_len, head_dim), zeros; their sum over splits is the gradient */
+  int64_t splits;
+} atb_attention_backward_args;
 
 /* Attention of packed queries over pages; out (total, heads, head_dim), lse (heads, total). */
 typedef struct {
@@ -149,6 +168,7 @@ ATB_EXPORT void atb_rotary(const atb_rotary_args *args);
 ATB_EXPORT void atb_append(const atb_append_args *args);
 ATB_EXPORT void atb_linear(const atb_linear_args *args);
 ATB_EXPORT void atb_attention(const atb_attention_args *args);
+ATB_EXPORT void atb_attention_backward(const atb_attention_backward_args *args);
 ATB_EXPORT void atb_paged_attention(const atb_paged_args *args);
 ATB_EXPORT void atb_decode_layer(const atb_decode_args *args);
 ATB_EXPORT void atb_decode_stack(const atb_decode_stack_args *args);

@@ -100,6 +100,9 @@ void atb_linear(const atb_linear_args *args) {
 void atb_attention(const atb_attention_args *args) {
   current()->attention(args);
 }
+void atb_attention_backward(const atb_attention_backward_args *args) {
+  current()->attention_backward(args);
+}
 void atb_paged_attention(const atb_paged_args *args) {
   current()->paged(args);
 }

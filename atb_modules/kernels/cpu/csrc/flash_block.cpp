@@ -21,16 +21,17 @@ ATB_INLINE float mask_at(const Block &b, int lane, int64_t key) {
   }
 }
 
-// Everything between the product and the softmax: softcap, ALiBi, mask, and the lanes' own key ranges.
-static void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n, float softcap,
-                          bool ranged) {
+void cap_scores(float *score, int64_t n, int vectors, float softcap) {
+  for (int64_t j = 0; j < n; ++j)
+    for (int v = 0; v < vectors; ++v) {
+      float *s = score + j * STRIDE + v * W;
+      store(s, softcap * tanh(load(s) / softcap));
+    }
+}
+
+void adjust_scores(const Block &b, const Tile &tile, float *score) {
   const int vectors = b.vectors();
-  if (softcap > 0.0f)
-    for (int64_t j = 0; j < n; ++j)
-      for (int v = 0; v < vectors; ++v) {
-        float *s = score + j * STRIDE + v * W;
-        store(s, softcap * tanh(load(s) / softcap));
-      }
+  const int64_t begin = tile.at, n = tile.n;
   if (b.has_slopes)
     for (int64_t j = 0; j < n; ++j)
       for (int v = 0; v < vectors; ++v) {
@@ -56,15 +57,98 @@ static void adjust_scores(const Block &b, float *score, int64_t begin, int64_t n
         *s = m == -INF ? -INF : *s + m;
       }
   }
-  if (ranged)
+  if (!tile.ranged) return;
+  for (int v = 0; v < vectors; ++v) {
+    const vi low = load_raw<vi>(b.low + v * W), high = load_raw<vi>(b.high + v * W), none = {};
+    const vi far_low = b.has_far ? load_raw<vi>(b.far_low + v * W) : none;
+    const vi far_high = b.has_far ? load_raw<vi>(b.far_high + v * W) : none;
+    const vi alive = tile.partly_live ? load_raw<vi>(tile.alive + v * W) : none - 1;
     for (int64_t j = 0; j < n; ++j) {
-      const vi key = (vi){} + (int32_t)(begin + j);
-      for (int v = 0; v < vectors; ++v) {
-        float *s = score + j * STRIDE + v * W;
-        const vi seen = (key >= load_raw<vi>(b.low + v * W)) & (key < load_raw<vi>(b.high + v * W));
-        store(s, seen ? load(s) : set1(-INF));
-      }
+      const vi key = none + (int32_t)(begin + j);
+      const vi seen = (((key >= low) & (key < high)) | ((key >= far_low) & (key < far_high))) & alive;
+      float *s = score + j * STRIDE + v * W;
+      store(s, seen ? load(s) : set1(-INF));
     }
+  }
+}
+
+Tiles::Tiles(const Block &block) : b(block), at(0) {
+  near_.begin = far_.begin = INT64_MAX;
+  all_near.end = all_far.end = INT64_MAX;
+  for (int i = 0; i < b.count; ++i) {
+    if (b.low[i] < b.high[i]) {
+      near_.begin = min64(near_.begin, b.low[i]);
+      near_.end = max64(near_.end, b.high[i]);
+    }
+    all_near.begin = max64(all_near.begin, b.low[i]);
+    all_near.end = min64(all_near.end, b.high[i]);
+    if (!b.has_far) continue;
+    if (b.far_low[i] < b.far_high[i]) {
+      far_.begin = min64(far_.begin, b.far_low[i]);
+      far_.end = max64(far_.end, b.far_high[i]);
+    }
+    all_far.begin = max64(all_far.begin, b.far_low[i]);
+    all_far.end = min64(all_far.end, b.far_high[i]);
+  }
+  if (!b.has_far) all_far.end = 0;
+  at = min64(near_.begin, far_.begin);
+}
+
+// Marks the lanes for which this block of keys is live; false where there is none.
+bool Tiles::mark_live(Tile &tile, int64_t key_block) const {
+  bool any = false, all = true;
+  for (int i = 0; i < b.vectors() * W; ++i) {
+    const bool alive = i < b.count && b.live[i][key_block];
+    tile.alive[i] = alive ? -1 : 0;
+    any |= alive;
+    all &= alive || i >= b.count;
+  }
+  tile.partly_live = !all;
+  return any;
+}
+
+bool Tiles::next(Tile &tile) {
+  for (;;) {
+    // at: the next key that some lane may see
+    const bool in_far = at >= far_.begin && at < far_.end, in_near = at >= near_.begin && at < near_.end;
+    if (!in_far && !in_near) {
+      const int64_t start =
+          min64(far_.begin > at ? far_.begin : INT64_MAX, near_.begin > at ? near_.begin : INT64_MAX);
+      if (start == INT64_MAX || (start == far_.begin ? far_.end : near_.end) <= start) return false;
+      at = start;
+      continue;
+    }
+    int64_t end = max64(in_far ? far_.end : 0, in_near ? near_.end : 0);
+    tile.partly_live = false;
+    if (b.block_size > 0) {
+      const int64_t key_block = at / b.block_size, block_end = (key_block + 1) * b.block_size;
+      if (!mark_live(tile, key_block)) {
+        at = block_end;
+        continue;
+      }
+      end = min64(end, block_end);
+    }
+    tile.at = at;
+    tile.n = min64(KEYS, end - at);
+    const int64_t last = at + tile.n;
+    const bool full =
+        (at >= all_near.begin && last <= all_near.end) || (at >= all_far.begin && last <= all_far.end);
+    tile.ranged = tile.partly_live || !full;
+    at = last;
+    return true;
+  }
+}
+
+void fill_unused_lanes(Block &b, float *q, int64_t head_dim) {
+  for (int i = b.count; i < b.vectors() * W; ++i) {
+    b.low[i] = b.low[0];
+    b.high[i] = b.high[0];
+    b.far_low[i] = b.far_low[0];
+    b.far_high[i] = b.far_high[0];
+    b.position[i] = b.position[0];
+    b.slope[i] = b.slope[0];
+    for (int64_t d = 0; d < head_dim; ++d) q[d * STRIDE + i] = 0.0f;
+  }
 }
 
 // Adds what the last tiles left in out and l to the totals and starts anew; m goes on.
@@ -109,21 +193,7 @@ static void finish_block(const Block &b, const Scratch &s, const float *m, const
 
 void flash_block(Block &b, Scratch &s, int64_t head_dim, float softcap, const KeyRows &keys) {
   const int vectors = b.vectors();
-  int32_t begin = INT32_MAX, end = 0, all_low = 0, all_high = INT32_MAX;
-  for (int i = 0; i < b.count; ++i) {
-    const bool empty = b.low[i] >= b.high[i];
-    if (!empty && b.low[i] < begin) begin = b.low[i];
-    if (!empty && b.high[i] > end) end = b.high[i];
-    if (b.low[i] > all_low) all_low = b.low[i];
-    if (b.high[i] < all_high) all_high = b.high[i];
-  }
-  for (int i = b.count; i < vectors * W; ++i) { // unused lanes of the last vector
-    b.low[i] = b.low[0];
-    b.high[i] = b.high[0];
-    b.position[i] = b.position[0];
-    b.slope[i] = b.slope[0];
-    for (int64_t d = 0; d < head_dim; ++d) s.q[d * STRIDE + i] = 0.0f;
-  }
+  fill_unused_lanes(b, s.q, head_dim);
   alignas(64) float m[LANES], l[LANES], alpha[LANES], total_m[LANES], total_l[LANES];
   for (int i = 0; i < LANES; ++i) {
     m[i] = total_m[i] = -INF;
@@ -132,28 +202,17 @@ void flash_block(Block &b, Scratch &s, int64_t head_dim, float softcap, const Ke
   memset(s.total, 0, head_dim * STRIDE * sizeof(float));
   memset(s.out, 0, head_dim * STRIDE * sizeof(float));
   const float *k[KEYS], *v[KEYS];
-  for (int64_t at = begin, tiles = 1; at < end; at += KEYS, ++tiles) {
-    const int64_t n = min64(KEYS, end - at);
-    for (int64_t j = 0; j < n; ++j) {
-      const char *key = keys.at(keys.k, keys.k_stride, at + j),
-                 *value = keys.at(keys.v, keys.v_stride, at + j);
-      if (keys.dtype == ATB_F32) { // read where they are
-        k[j] = (const float *)key;
-        v[j] = (const float *)value;
-        continue;
-      }
-      read_floats(key, keys.dtype, head_dim, s.k + j * head_dim);
-      read_floats(value, keys.dtype, head_dim, s.v + j * head_dim);
-      k[j] = s.k + j * head_dim;
-      v[j] = s.v + j * head_dim;
-    }
-    scores_of(k, n, s.q, head_dim, vectors, s.score);
-    const bool ranged = at < all_low || at + n > all_high;
-    if (ranged || softcap > 0.0f || b.has_slopes || b.mask_dtype >= 0)
-      adjust_scores(b, s.score, at, n, softcap, ranged);
-    soften_tile(s.score, n, vectors, m, l, alpha);
-    values_of(v, n, s.score, head_dim, vectors, alpha, s.out);
-    if (tiles % SUM_TILES == 0) fold_sums(s, vectors, head_dim, m, l, total_m, total_l);
+  const bool adjusted = b.has_slopes || b.mask_dtype >= 0;
+  Tile tile;
+  int64_t count = 0;
+  for (Tiles tiles(b); tiles.next(tile);) {
+    keys.read(tile.at, tile.n, head_dim, s.k, s.v, k, v);
+    scores_of(k, tile.n, s.q, head_dim, vectors, s.score);
+    if (softcap > 0.0f) cap_scores(s.score, tile.n, vectors, softcap);
+    if (tile.ranged || adjusted) adjust_scores(b, tile, s.score);
+    soften_tile(s.score, tile.n, vectors, m, l, alpha);
+    values_of(v, tile.n, s.score, head_dim, vectors, alpha, s.out);
+    if (++count % SUM_TILES == 0) fold_sums(s, vectors, head_dim, m, l, total_m, total_l);
   }
   fold_sums(s, vectors, head_dim, m, l, total_m, total_l);
   finish_block(b, s, m, total_l, head_dim);

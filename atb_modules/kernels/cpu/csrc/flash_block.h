@@ -6,10 +6,15 @@
 
 namespace ATB_ISA {
 
-// A block: up to LANES queries of one kv head group. Lane i sees the keys [low[i], high[i]).
+// A block: up to LANES queries of one kv head group. Lane i sees the keys [low[i], high[i]) and, where
+// has_far, those of [far_low[i], far_high[i]) before them (global tokens, a prefix); with block_size > 0 only
+// in blocks of keys that are live for it.
 struct Block {
   int count = 0;
-  int32_t low[LANES], high[LANES], position[LANES];
+  int32_t low[LANES], high[LANES], far_low[LANES], far_high[LANES], position[LANES];
+  bool has_far = false;
+  int64_t block_size = 0;
+  const uint8_t *live[LANES]; // a byte a block of keys
   float slope[LANES], sink[LANES];
   const void *mask[LANES];
   void *out[LANES];
@@ -52,7 +57,54 @@ struct KeyRows {
     if (!table) return base + key * stride;
     return base + table[key / page_size] * page_stride + key % page_size * stride;
   }
+  // Pointers to n keys and values as float32, read where they are or through the spaces (KEYS, head_dim).
+  void read(int64_t first, int64_t n, int64_t head_dim, float *k_space, float *v_space, const float **k_rows,
+            const float **v_rows) const {
+    for (int64_t j = 0; j < n; ++j) {
+      const char *key = at(k, k_stride, first + j), *value = at(v, v_stride, first + j);
+      if (dtype == ATB_F32) {
+        k_rows[j] = (const float *)key;
+        v_rows[j] = (const float *)value;
+        continue;
+      }
+      read_floats(key, dtype, head_dim, k_space + j * head_dim);
+      read_floats(value, dtype, head_dim, v_space + j * head_dim);
+      k_rows[j] = k_space + j * head_dim;
+      v_rows[j] = v_space + j * head_dim;
+    }
+  }
 };
+
+// A run of at most KEYS keys that some lane of a block sees.
+struct Tile {
+  int64_t at, n;
+  bool ranged;          // whether some lane does not see all of them
+  bool partly_live;     // whether that is (also) because its block of keys is dead
+  int32_t alive[LANES]; // all bits or none, where partly_live
+};
+
+// Walks the tiles of a block in the order of the keys.
+class Tiles {
+public:
+  explicit Tiles(const Block &b);
+  bool next(Tile &tile);
+
+private:
+  struct Span {
+    int64_t begin = 0, end = 0;
+  };
+  const Block &b;
+  Span near_, far_, all_near, all_far; // what some lane sees, what all lanes see
+  int64_t at;
+  bool mark_live(Tile &tile, int64_t key_block) const;
+};
+
+// Lanes up to the end of the last vector repeat lane 0, with a zero query.
+void fill_unused_lanes(Block &b, float *q, int64_t head_dim);
+
+// Softcap alone, and everything else between the product and the softmax: ALiBi, mask, what each lane sees.
+void cap_scores(float *score, int64_t n, int vectors, float softcap);
+void adjust_scores(const Block &b, const Tile &tile, float *score);
 
 // Writes the scaled query of one lane into its column.
 void set_query(Scratch &s, int lane, const void *q, int dtype, int64_t head_dim, float scale);

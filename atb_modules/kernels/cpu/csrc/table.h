@@ -9,6 +9,7 @@ struct AtbTable {
   void (*append)(const atb_append_args *);
   void (*linear)(const atb_linear_args *);
   void (*attention)(const atb_attention_args *);
+  void (*attention_backward)(const atb_attention_backward_args *);
   void (*paged)(const atb_paged_args *);
   void (*decode_layer)(const atb_decode_args *);
   int64_t (*decode_workspace)(const atb_decode_args *);
@@ -23,6 +24,7 @@ struct AtbTable {
   void append(const atb_append_args *);                                                                      \
   void linear(const atb_linear_args *);                                                                      \
   void attention(const atb_attention_args *);                                                                \
+  void attention_backward(const atb_attention_backward_args *);                                              \
   void paged(const atb_paged_args *);                                                                        \
   void decode_layer(const atb_decode_args *);                                                                \
   int64_t decode_workspace(const atb_decode_args *);                                                         \
