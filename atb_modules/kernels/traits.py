@@ -47,10 +47,24 @@ class AttentionTraits:
     mask_elements: int = 0
     has_sinks: bool = False
     has_alibi: bool = False
+    segments: int = 0  # sequences of a packed batch
+    has_images: bool = False
+    has_block_mask: bool = False
+    seen: float | None = None  # query-key pairs that the structure leaves, all heads and rows; None: not counted
     dropout: bool = False
     need_lse: bool = False
     requires_grad: bool = False
+    bias_requires_grad: bool = False  # the mask's or the slopes' gradient is wanted
     contiguous: bool = True
+
+    @property
+    def has_overlays(self) -> bool:
+        return bool(self.segments or self.has_images or self.has_block_mask)
+
+    @property
+    def pairs(self) -> float:
+        """All query-key pairs, hidden ones included."""
+        return 1.0 * self.batch * self.num_heads * self.q_len * self.kv_len
 
 
 @dataclass(frozen=True)

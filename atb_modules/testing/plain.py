@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atb_modules.kernels.torch.attention import bias_and_visible
 from atb_modules.kernels.torch.paged import gather_pages
+from atb_modules.overlays import Overlays
 from atb_modules.spec import AttentionSpec
 
 
@@ -33,6 +34,7 @@ def plain_attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    overlays: Overlays | None = None,
     order: torch.Generator | None = None,
 ) -> Tensor:
     """Attention with every product rounded to the inputs' dtype, as one would write it first; rows without a key 0."""
@@ -44,7 +46,7 @@ def plain_attention(
     scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale_for(q.shape[-1])
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    bias, visible = bias_and_visible(spec, q.shape[2], k.shape[2], q.device, mask, alibi_slopes)
+    bias, visible = bias_and_visible(spec, q.shape[2], k.shape[2], q.device, mask, alibi_slopes, overlays)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if visible is not None:

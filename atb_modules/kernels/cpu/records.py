@@ -17,6 +17,8 @@ from atb_modules.kernels.traits import (
     RotaryTraits,
     overlaps_itself,
 )
+from atb_modules.overlays import Overlays
+from atb_modules.reach import reach
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import (
     AttentionStrategy,
@@ -154,12 +156,16 @@ def attention_cpu(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    overlays: Overlays | None = None,
     dropout_p: float = 0.0,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Flash attention with a query in each vector lane; any strides, grouped heads share what is read."""
     causal = 0 if not spec.is_causal else 2 if spec.causal is Causal.TOP_LEFT else 1
-    out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, causal, *_static(spec, q.shape[-1]))
+    ranges = reach(spec, q.shape[2], k.shape[2], overlays, q.device) if spec.has_overlays or overlays else None
+    blocks = None if overlays is None else overlays.block_mask
+    options = (ranges, blocks, spec.block_size or 0, causal, *_static(spec, q.shape[-1]))
+    out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, *options)
     return out, lse if need_lse else None
 
 
@@ -219,8 +225,8 @@ def _linear_reasons(spec: None, traits: LinearTraits) -> tuple[str, ...]:
 
 def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
     reasons = _common(traits.dtype)
-    if traits.requires_grad:
-        reasons.append("the CPU attention kernel has no backward")
+    if traits.bias_requires_grad:
+        reasons.append("the CPU attention kernel has no gradient of a mask or of ALiBi slopes")
     if traits.dropout:
         reasons.append("the CPU attention kernel has no dropout")
     if traits.value_dim != traits.head_dim:
@@ -231,7 +237,10 @@ def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[st
 
 
 def _paged_reasons(spec: AttentionSpec, traits: PagedAttentionTraits) -> tuple[str, ...]:
-    return tuple(_common(traits.dtype, traits.page_dtype))
+    reasons = _common(traits.dtype, traits.page_dtype)
+    if spec.has_overlays:
+        reasons.append("the CPU kernel over pages knows causality and windows, not global tokens, a prefix or chunks")
+    return tuple(reasons)
 
 
 def _norm_cost(spec: None, traits: NormTraits) -> Cost:
@@ -282,8 +291,7 @@ def _visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
 
 
 def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
-    scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
-    scores *= _visible_share(spec, traits.q_len, traits.kv_len)
+    scores = traits.pairs * _visible_share(spec, traits.q_len, traits.kv_len) if traits.seen is None else traits.seen
     operations = 4.0 * scores * traits.head_dim
     if traits.mask == "float" or traits.mask == "bool":
         operations += 60.0 * scores

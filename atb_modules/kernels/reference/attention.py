@@ -10,7 +10,8 @@ from atb_modules import masks
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import AttentionTraits, PagedAttentionTraits
-from atb_modules.spec import AttentionSpec, Causal
+from atb_modules.overlays import Overlays
+from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import AttentionStrategy
 
 
@@ -23,6 +24,7 @@ def attention_reference(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    overlays: Overlays | None = None,
     dropout_p: float = 0.0,
     need_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -39,11 +41,9 @@ def attention_reference(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     q_len, kv_len = scores.shape[-2:]
     if alibi_slopes is not None:
-        q_pos, k_pos = masks.positions(q_len, kv_len, q.device)
-        if spec.causal is Causal.TOP_LEFT:
-            q_pos = q_pos - (kv_len - q_len)
+        q_pos, k_pos = spec.positions(q_len, kv_len, q.device, overlays)
         scores = scores + masks.alibi_bias(alibi_slopes.to(compute), q_pos, k_pos)
-    visible = spec.dense_mask(q_len, kv_len, q.device)
+    visible = spec.dense_mask(q_len, kv_len, q.device, overlays)
     if mask is not None:
         if mask.dtype == torch.bool:
             visible = visible & mask

@@ -11,6 +11,7 @@ from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.half_units import cpu_has_half_units
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import AttentionTraits
+from atb_modules.overlays import Overlays
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import AttentionStrategy
 
@@ -26,6 +27,7 @@ def attention_eager(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    overlays: Overlays | None = None,
     dropout_p: float = 0.0,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -38,7 +40,7 @@ def attention_eager(
     scores = scores.reshape(batch, heads, q_len, kv_len)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes)
+    bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes, overlays)
     if bias is not None:
         scores = scores + bias.to(compute)
     if visible is not None:
@@ -76,17 +78,18 @@ def attention_sdpa(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    overlays: Overlays | None = None,
     dropout_p: float = 0.0,
     need_lse: bool = False,
 ) -> tuple[Tensor, None]:
     """``torch.nn.functional.scaled_dot_product_attention``; a dense mask only where its causal flag does not fit."""
     q_len, kv_len = q.shape[2], k.shape[2]
     causal_flag = q_len == kv_len or spec.causal is Causal.TOP_LEFT
-    bare = mask is None and alibi_slopes is None and spec.window is None
+    bare = mask is None and alibi_slopes is None and spec.window is None and not spec.has_overlays and not overlays
     if bare and (not spec.is_causal or causal_flag):
         attn_mask, is_causal = None, spec.is_causal
     else:
-        bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes)
+        bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes, overlays)
         is_causal = False
         if bias is None:
             attn_mask = visible
@@ -117,6 +120,7 @@ def bias_and_visible(
     device: torch.device,
     mask: Tensor | None,
     alibi_slopes: Tensor | None,
+    overlays: Overlays | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The additive part (float mask, ALiBi) and the boolean part (structure, bool mask) of what hides keys.
 
@@ -125,14 +129,12 @@ def bias_and_visible(
     bias = mask if mask is not None and mask.dtype != torch.bool else None
     visible = mask if mask is not None and mask.dtype == torch.bool else None
     if alibi_slopes is not None:
-        q_pos, k_pos = masks.positions(q_len, kv_len, device)
-        if spec.causal is Causal.TOP_LEFT:
-            q_pos = q_pos - (kv_len - q_len)
+        q_pos, k_pos = spec.positions(q_len, kv_len, device, overlays)
         alibi = masks.alibi_bias(alibi_slopes.float(), q_pos, k_pos)
         bias = alibi if bias is None else bias + alibi
-    one_query_sees_all = q_len == 1 and spec.window is None and spec.causal is not Causal.TOP_LEFT
-    if spec.masks_keys and not one_query_sees_all:
-        structure = spec.dense_mask(q_len, kv_len, device)
+    newest = q_len == 1 and spec.causal is not Causal.TOP_LEFT and spec.window is None and spec.chunk is None
+    if overlays or (spec.masks_keys and not newest):
+        structure = spec.dense_mask(q_len, kv_len, device, overlays)
         visible = structure if visible is None else visible & structure
     return bias, visible
 
@@ -163,7 +165,8 @@ def _eager_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
 def _sdpa_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
     square = spec.is_causal and traits.q_len == traits.kv_len
-    masked = traits.mask != "none" or spec.window is not None or traits.has_alibi or (spec.is_causal and not square)
+    hides = spec.window is not None or spec.has_overlays or traits.has_overlays
+    masked = traits.mask != "none" or hides or traits.has_alibi or (spec.is_causal and not square)
     # Measured: the causal flag skips half the blocks but saves a third of the time.
     share = 0.66 if square and not masked else 1.0
     if traits.device_type == "cpu" and cpu_has_half_units(traits.dtype):
