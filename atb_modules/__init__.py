@@ -12,6 +12,8 @@ from atb_modules.attention import (
     RotaryEmbedding,
     RotaryLayout,
     RotaryScaling,
+    SparseConfig,
+    SparseMode,
     convert_qkv_weight,
     convert_rotary_weight,
 )
@@ -87,6 +89,8 @@ __all__ = [
     "RotaryEmbedding",
     "RotaryLayout",
     "RotaryScaling",
+    "SparseConfig",
+    "SparseMode",
     "RotaryStrategy",
     "TransformerLayer",
     "convert_qkv_weight",

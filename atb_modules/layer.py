@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig
+from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, SparseConfig
 from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
@@ -64,7 +64,7 @@ class TransformerLayer(nn.Module):
         intermediate_size: channels inside the feed-forward; default 4 * hidden_size.
         num_kv_heads: key and value heads; default num_heads.
         layernorm_type: "rmsnorm" or "layernorm".
-        attention_type: "flash" (the registry picks the fastest kernel), "sdpa", "eager" or "reference".
+        attention_type: "flash" or "flash_sparse" (the registry picks the fastest), "sdpa", "eager" or "reference".
         mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu" or "relu2".
         norm_placement: "pre", "post", "sandwich" or "parallel".
         layer_type: "decoder" (causal), "encoder" or "cross_decoder".
@@ -74,6 +74,7 @@ class TransformerLayer(nn.Module):
         layer_idx: this layer's number in that cache; taken in order where not given.
         rotary: a ``RotaryConfig``, None for no rotary positions.
         qk_norm: None, "before_rotary" or "after_rotary": a norm of each head's queries and keys.
+        sparse_config: a ``SparseConfig`` or a dict of its options, for the self attention.
         bias: whether all projections have biases.
         attention, norm, mlp, residual: ``AttentionConfig``, ``NormConfig``, ``MLPConfig``, ``ResidualConfig`` with
             everything else.
@@ -104,6 +105,7 @@ class TransformerLayer(nn.Module):
         layer_idx: int | None = None,
         rotary: RotaryConfig | None = None,
         qk_norm: str | None = None,
+        sparse_config: SparseConfig | Mapping[str, Any] | None = None,
         bias: bool = False,
         attention: AttentionConfig | None = None,
         norm: NormConfig | None = None,
@@ -130,7 +132,8 @@ class TransformerLayer(nn.Module):
         check_parameter_dtype(dtype)
         norm = norm if norm is not None else NormConfig()
         residual = residual if residual is not None else ResidualConfig()
-        attention = attention_options(attention, self.layer_type is not LayerType.ENCODER, qk_norm, bias, norm)
+        decoder = self.layer_type is not LayerType.ENCODER
+        attention = attention_options(attention, decoder, qk_norm, bias, norm, sparse_config)
         mlp = mlp if mlp is not None else MLPConfig(bias=bias)
         if self.placement is NormPlacement.PARALLEL and self.layer_type is LayerType.CROSS_DECODER:
             raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
@@ -156,7 +159,7 @@ class TransformerLayer(nn.Module):
             self.mlp_post_norm = build_norm(layernorm_type, hidden_size, norm, **where)
         if self.layer_type is LayerType.CROSS_DECODER:
             # The other sequence has no order against this one: what hides keys by position stays behind.
-            heads["config"] = dataclasses.replace(attention, causal=False, window=None, alibi=False)
+            heads["config"] = dataclasses.replace(attention, causal=False, window=None, sparse=None, alibi=False)
             self.cross_attention = Attention(hidden_size, num_heads, head_dim, cross=True, **heads)
             self.cross_norm = build_norm(layernorm_type, hidden_size, norm, **where)
             self.cross_branch = ResidualBranch(hidden_size, residual, **where)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from atb_modules.attention import AttentionConfig
+from atb_modules.attention import AttentionConfig, SparseConfig
 from atb_modules.norm import NormConfig
 
 
 def attention_options(
-    config: AttentionConfig | None, causal: bool, qk_norm: str | None, bias: bool, norm: NormConfig
+    config: AttentionConfig | None,
+    causal: bool,
+    qk_norm: str | None,
+    bias: bool,
+    norm: NormConfig,
+    sparse: SparseConfig | Mapping[str, Any] | None = None,
 ) -> AttentionConfig:
     """The attention options with what the layer's own arguments say where they leave it open."""
     if config is None:
-        return AttentionConfig(causal=causal, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, qk_norm_config=norm)
+        own: dict[str, Any] = {"causal": causal, "qk_norm": qk_norm, "qk_norm_config": norm, "sparse": sparse}
+        return AttentionConfig(qkv_bias=bias, out_bias=bias, **own)
+    if sparse is not None and config.sparse is not None:
+        raise ValueError("sparse_config is given, and attention.sparse too; give one")
     if qk_norm is not None and config.qk_norm is not None and config.qk_norm != qk_norm:
         raise ValueError(f"qk_norm is {qk_norm!r}, but attention.qk_norm is {str(config.qk_norm)!r}; give one")
     changes: dict[str, Any] = {}
@@ -22,6 +31,8 @@ def attention_options(
         changes["causal"] = causal
     if qk_norm is not None:
         changes["qk_norm"] = qk_norm
+    if sparse is not None:
+        changes["sparse"] = sparse
     if bias:
         changes.update(qkv_bias=True, out_bias=True)
     return dataclasses.replace(config, **changes)

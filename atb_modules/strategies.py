@@ -82,6 +82,7 @@ class AttentionType(StrEnum):
     """The words of ``TransformerLayer(attention_type=...)``."""
 
     FLASH = "flash"  # any fused kernel: the registry chooses
+    FLASH_SPARSE = "flash_sparse"  # the same for a layer with a SparseConfig
     SDPA = "sdpa"
     EAGER = "eager"
     REFERENCE = "reference"
@@ -127,9 +128,11 @@ def parse_enum(enum: type[E], value: str | E, argument: str) -> E:
 
 
 def attention_strategy_of(attention_type: str | AttentionType) -> AttentionStrategy:
-    """The strategy behind the word of ``attention_type`` (``"flash"`` leaves the choice to the registry)."""
+    """The strategy behind the word of ``attention_type``; both "flash" words leave the choice to the registry."""
     word = parse_enum(AttentionType, attention_type, "attention_type")
-    return AttentionStrategy.AUTO if word is AttentionType.FLASH else AttentionStrategy(word.value)
+    if word in (AttentionType.FLASH, AttentionType.FLASH_SPARSE):
+        return AttentionStrategy.AUTO
+    return AttentionStrategy(word.value)
 
 
 @contextlib.contextmanager

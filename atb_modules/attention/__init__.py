@@ -18,6 +18,7 @@ from atb_modules.attention.rope import (
     rotary,
 )
 from atb_modules.attention.rope_scaling import RopeScalingKind, RotaryScaling
+from atb_modules.attention.sparse import SparseConfig, SparseMode
 
 __all__ = [
     "Attention",
@@ -32,6 +33,8 @@ __all__ = [
     "RotaryEmbedding",
     "RotaryLayout",
     "RotaryScaling",
+    "SparseConfig",
+    "SparseMode",
     "alibi_slopes",
     "attention",
     "cache_append",

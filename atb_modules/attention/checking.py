@@ -9,6 +9,7 @@ from atb_modules.attention.cache.refusal import check_heads
 from atb_modules.attention.config import AttentionConfig
 from atb_modules.attention.rope import INTEGERS, RotaryConfig
 from atb_modules.checks import check_bool, check_int, check_tensor, check_type
+from atb_modules.spec import AttentionSpec
 
 
 def check_options(cross: object, rotary: object, config: object, layer_idx: object) -> None:
@@ -33,9 +34,14 @@ def check_cached_call(
     step: CacheStep | None,
     num_kv_heads: int,
     head_dim: int,
+    spec: AttentionSpec,
 ) -> None:
     """Raises unless the call, padded or packed, and its step go with the cache."""
     check_heads(kv_cache, num_kv_heads, head_dim)
+    if spec.block_size is not None:
+        raise ValueError(
+            "kv_cache is given; a layer with mode 'block_sparse' has a layout of fixed lengths, and no cache"
+        )
     check_call(hidden_states, (2, 3))
     if kv_cache.device != hidden_states.device:
         raise ValueError(f"kv_cache is on {kv_cache.device}; hidden_states is on {hidden_states.device}")
@@ -43,6 +49,18 @@ def check_cached_call(
         kv_cache.check_step("cache_step", step)
     elif hidden_states.dim() == 2:
         raise ValueError("hidden_states is packed (tokens, hidden) without a cache_step; allowed: (batch, seq, hidden)")
+
+
+def check_prefix(spec: AttentionSpec, step: CacheStep) -> None:
+    """Raises where a step begins inside the prefix: tokens before it have been computed without seeing it."""
+    if not spec.prefix:
+        return
+    new = step.cu_seqlens_q.diff()
+    past = step.kv_lengths - new
+    if bool(((past > 0) & (past < spec.prefix) & (new > 0)).any()):
+        raise ValueError(
+            f"kv_cache holds {past.tolist()} tokens a row; prefix_length {spec.prefix} needs its prefix in one call"
+        )
 
 
 def packed_positions(position_ids: Tensor, hidden_states: Tensor, real: Tensor | None) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from atb_modules.attention.sparse import SparseConfig
 from atb_modules.checks import check_bool, check_int, check_probability, check_type
 from atb_modules.norm import NormConfig, NormType
 from atb_modules.spec import AttentionSpec, Causal
@@ -25,6 +28,7 @@ class AttentionConfig:
     Args:
         causal: whether a query sees no later key; None leaves it to the layer (decoder yes, encoder no).
         window: inclusive ``(left, right)``, see ``AttentionSpec``.
+        sparse: a ``SparseConfig`` or a dict of its options.
         scale: what scores are multiplied with; None is ``1 / sqrt(head_dim)``.
         softcap: ``cap * tanh(score / cap)``.
         sinks: whether each head has a trained sink logit (GPT-OSS).
@@ -39,6 +43,7 @@ class AttentionConfig:
 
     causal: bool | None = None
     window: tuple[int | None, int | None] | None = None
+    sparse: SparseConfig | Mapping[str, Any] | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -63,17 +68,21 @@ class AttentionConfig:
         check_probability("dropout", self.dropout)
         for name, family in (("linear_strategy", LinearStrategy), ("cache_strategy", CacheStrategy)):
             object.__setattr__(self, name, parse_enum(family, getattr(self, name), name))
-        object.__setattr__(self, "window", self.spec(causal=False).window)
+        object.__setattr__(self, "sparse", SparseConfig.parse(self.sparse))
+        spec = AttentionSpec(window=self.window, scale=self.scale, softcap=self.softcap)
+        object.__setattr__(self, "window", spec.window)
+        self.spec(causal=False)
 
     def spec(self, causal: bool) -> AttentionSpec:
         """The spec of these options; ``causal`` serves where the options leave it open."""
         chosen = causal if self.causal is None else self.causal
-        return AttentionSpec(
+        spec = AttentionSpec(
             causal=Causal.BOTTOM_RIGHT if chosen else Causal.NONE,
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
         )
+        return self.sparse.apply(spec) if isinstance(self.sparse, SparseConfig) else spec
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

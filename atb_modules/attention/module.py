@@ -19,6 +19,7 @@ from atb_modules.attention.checking import (
     check_options,
     check_packed,
     check_positions,
+    check_prefix,
     check_rotary_tables,
     packed_positions,
 )
@@ -27,10 +28,11 @@ from atb_modules.attention.functional import attention, cache_append, paged_atte
 from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
 from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_output, out_features, projected_qkv
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
+from atb_modules.attention.sparse import layout_part, layout_tensor
 from atb_modules.checks import check_int, check_tensor
 from atb_modules.linear import Linear, may_overwrite
 from atb_modules.norm import build_norm
-from atb_modules.strategies import attention_strategy_of
+from atb_modules.strategies import AttentionType, attention_strategy_of
 
 RotaryTables = tuple[Tensor, Tensor]
 
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         num_heads: query heads.
         head_dim: channels a head; default hidden_size / num_heads.
         num_kv_heads: key and value heads; default num_heads.
-        attention_type: "flash" (the registry chooses), "sdpa", "eager" or "reference".
+        attention_type: "flash" or "flash_sparse" (the registry chooses), "sdpa", "eager" or "reference".
         cross: attend to another sequence, given as ``key_value_states`` at each call.
         kv_hidden_size: channels of that sequence; default hidden_size.
         rotary: a ``RotaryConfig`` for rotary positions, None for none.
@@ -53,6 +55,8 @@ class Attention(nn.Module):
     Self attention stores ``qkv.qkv_proj`` (a state dict with q_proj, k_proj, v_proj loads too), cross attention
     ``qkv.q_proj``, ``qkv.k_proj`` and ``qkv.v_proj``. Weights start as in ``Linear``, sinks at 0.
     """
+
+    block_layout: Tensor | None
 
     def __init__(
         self,
@@ -100,6 +104,8 @@ class Attention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.cross, self.config = head_dim, cross, config
         self.strategy = attention_strategy_of(attention_type)
+        if attention_type == AttentionType.FLASH_SPARSE and config.sparse is None:
+            raise ValueError("attention_type is 'flash_sparse' and sparse_config is None; allowed: both, or 'flash'")
         self.spec = config.spec(causal=not cross)
         self.qkv, self.o_proj = qkv, o_proj
         self.rotary = None if rotary is None else RotaryEmbedding(head_dim, rotary)
@@ -115,6 +121,8 @@ class Attention(nn.Module):
         self.sinks = None
         if self.config.sinks:
             self.sinks = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype))
+        layout = layout_tensor(self.config.sparse, self.num_heads, device)
+        self.register_buffer("block_layout", layout, persistent=False)
 
     @classmethod
     def from_projections(
@@ -267,7 +275,7 @@ class Attention(nn.Module):
         rotary_tables: RotaryTables | None,
         layer_idx: int | None,
     ) -> Tensor:
-        check_cached_call(hidden_states, kv_cache, step, self.num_kv_heads, self.head_dim)
+        check_cached_call(hidden_states, kv_cache, step, self.num_kv_heads, self.head_dim, self.spec)
         if layer_idx is None:
             layer_idx = self.layer_idx = kv_cache.register_layer() if self.layer_idx is None else self.layer_idx
         padded, real = hidden_states.dim() == 3, None
@@ -280,6 +288,7 @@ class Attention(nn.Module):
             if step is None:
                 check_batch(kv_cache, len(lengths))
                 step = kv_cache.layer_step(layer_idx, lengths)
+            check_prefix(self.spec, step)
             out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
         return out if real is None else unpack_padded(out, real)
 
@@ -374,6 +383,7 @@ class Attention(nn.Module):
             mask=mask,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q.device),
+            block_mask=layout_part(self.block_layout, self.spec.block_size, q.shape[1], k.shape[1]),
             dropout_p=self.config.dropout if self.training else 0.0,
             strategy=self.strategy,
         )

@@ -38,6 +38,7 @@ _KNOWN = {
     "qk_norm": ("None", "before_rotary"),
     "rotary": ("half", "interleaved"),
     "alibi": ("False",),
+    "global tokens, prefix, chunks or blocks": ("False",),
     "layer_scale": ("False",),
     "weight dtypes": ("1",),
     "norm settings": ("1",),
@@ -91,6 +92,9 @@ def _structure(layer: TransformerLayer, linears: list[Linear], norms: list[RMSNo
         "qk_norm": "None" if order is None else QKNormOrder(order).value,
         "rotary": "None" if attention.rotary is None else RotaryLayout(attention.rotary.config.layout).value,
         "alibi": str(attention.alibi_slopes is not None),
+        "global tokens, prefix, chunks or blocks": str(
+            attention.spec.has_overlays or attention.spec.block_size is not None
+        ),
         "layer_scale": str(layer.attention_branch.layer_scale is not None),
         "weight dtypes": str(len({linear.weight.dtype for linear in linears})),
         "norm settings": str(len({(n.config.eps, n.config.weight_offset) for n in norms})),
