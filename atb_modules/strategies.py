@@ -22,6 +22,7 @@ class AttentionStrategy(StrEnum):
     REFERENCE = "reference"  # einops, any floating dtype, the truth of the tests
     EAGER = "eager"  # plain PyTorch: matmul, softmax, matmul
     SDPA = "sdpa"  # torch.nn.functional.scaled_dot_product_attention
+    BLOCKED = "blocked"  # plain PyTorch a block of queries, over the keys that the structure leaves
     CPU = "cpu"  # our C++ kernels
 
 

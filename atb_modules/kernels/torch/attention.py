@@ -143,7 +143,7 @@ def _eager_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, .
     return ()
 
 
-def _sdpa_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
+def sdpa_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
     reasons = []
     if traits.need_lse:
         reasons.append("scaled_dot_product_attention does not return the LSE")
@@ -178,5 +178,5 @@ def _sdpa_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     return Cost(operations=operations, bytes=extra, calls=2 if masked else 1)
 
 
-register(Kernel("attention", AttentionStrategy.SDPA, attention_sdpa, _sdpa_reasons, _sdpa_cost, transformable=False))
+register(Kernel("attention", AttentionStrategy.SDPA, attention_sdpa, sdpa_reasons, _sdpa_cost, transformable=False))
 register(Kernel("attention", AttentionStrategy.EAGER, attention_eager, _eager_reasons, _eager_cost))
