@@ -1,5 +1,7 @@
 """Multimodal Transformer building blocks: correct everywhere, fast on the CPU and on Ascend NPUs."""
 
+import sys
+
 from atb_modules.attention import (
     Attention,
     AttentionConfig,
@@ -110,3 +112,9 @@ __all__ = [
     "split_heads",
     "use_strategy",
 ]
+
+# transformers is never imported here; where it is there already, its models get attn_implementation="atb".
+if "transformers" in sys.modules:
+    from atb_modules.integrations.transformers import register_if_possible
+
+    register_if_possible()
