@@ -59,10 +59,10 @@ def attention_blocked(
 ) -> tuple[Tensor, Tensor | None]:
     """SDPA a block where it can serve, else EAGER; (out, lse or None)."""
     q_len, kv_len = q.shape[2], k.shape[2]
-    ranges = reach(spec, q_len, kv_len, overlays, q.device).long()
+    ranges = reach(spec, q_len, kv_len, overlays, q.device)
     bare = AttentionSpec(scale=spec.scale, softcap=spec.softcap)
     plain = sinks is None and spec.softcap is None and not need_lse
-    keys = torch.arange(kv_len, device=q.device)
+    keys = torch.arange(kv_len, device=q.device, dtype=torch.int32)
     outs, lses = [], []
     for block in _blocks(spec, overlays, ranges, q_len):
         rows = slice(block.begin, block.end)
@@ -111,7 +111,9 @@ def _hull(low: Tensor, high: Tensor) -> tuple[int, int]:
 def _seen(ranges: Tensor, keys: Tensor, overlays: Overlays | None, size: int | None, rows: slice) -> Tensor:
     """bool (batch or 1, heads or 1, queries, keys): what each query of the block sees of its keys."""
     far_low, far_high, low, high = (ranges[..., i, None] for i in range(4))
-    seen = ((keys >= low) & (keys < high)) | ((keys >= far_low) & (keys < far_high))
+    seen = (keys >= low) & (keys < high)
+    if bool((far_low < far_high).any()):
+        seen = seen | ((keys >= far_low) & (keys < far_high))
     seen = seen.unsqueeze(1)
     if overlays is not None and overlays.block_mask is not None and size is not None:
         live = overlays.block_mask[:, :, rows.start // size]
