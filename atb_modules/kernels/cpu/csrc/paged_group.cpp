@@ -6,43 +6,99 @@ namespace ATB_ISA {
 
 constexpr int64_t CHUNK = 64; // keys whose scores are held at a time
 
+// The sums of four vectors.
+typedef float v4 __attribute__((vector_size(16)));
+ATB_INLINE v4 sums(vf a, vf b, vf c, vf d) {
+#if ATB_WIDTH == 16
+#define ATB_HALVES(x, y)                                                                                     \
+  (__builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +                   \
+   __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+  const vf ab = ATB_HALVES(a, b), cd = ATB_HALVES(c, d);
+#undef ATB_HALVES
+  const vf quarters =
+      __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+      __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const vf pairs = quarters + __builtin_shufflevector(quarters, quarters, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8,
+                                                      9, 14, 15, 12, 13);
+  return __builtin_shufflevector(pairs, pairs, 0, 4, 8, 12) +
+         __builtin_shufflevector(pairs, pairs, 1, 5, 9, 13);
+#elif ATB_WIDTH == 8
+  const vf ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+                __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  const vf cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11) +
+                __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
+  const vf pairs = __builtin_shufflevector(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) +
+                   __builtin_shufflevector(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+  return __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6) +
+         __builtin_shufflevector(pairs, pairs, 1, 3, 5, 7);
+#else
+  const vf ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const vf cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+#endif
+}
+
+// Products of KEYS keys with the queries of G heads, a vector of partial sums each.
+template <int G, int KEYS, class P>
+ATB_INLINE void key_products(const float *q, int64_t q_stride, const P *k, int64_t head_dim,
+                             vf (&acc)[G][KEYS]) {
+  const int64_t whole = head_dim / W * W;
+  for (int64_t d = 0; d < head_dim; d += W) {
+    vf key[KEYS];
+#pragma GCC unroll 4
+    for (int j = 0; j < KEYS; ++j) // the padding of q is zero
+      key[j] = d < whole ? load(k + j * head_dim + d) : load_part(k + j * head_dim + d, head_dim - d);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const vf query = load(q + g * q_stride + d);
+#pragma GCC unroll 4
+      for (int j = 0; j < KEYS; ++j) acc[g][j] += key[j] * query;
+    }
+  }
+}
+
+// Asks for `count` elements of the chunk after this one, while this one is worked on.
+template <class P> ATB_INLINE void fetch(const P *next, int64_t count) {
+  for (int64_t at = 0; at < count; at += 64 / (int64_t)sizeof(P)) __builtin_prefetch(next + at, 0, 2);
+}
+
 // score[g][j] = q[g] . k[j] for the heads of a tile and n keys that lie one after the other.
 template <int G, class P>
-ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, int64_t n, int64_t head_dim,
-                            float *score) {
-  const int64_t whole = head_dim / W * W;
-  for (int64_t j = 0; j < n; ++j, k += head_dim) {
-    vf acc[G] = {}, other[G] = {};
-    int64_t d = 0;
-    for (; d + 2 * W <= whole; d += 2 * W) {
-      const vf a = load(k + d), b = load(k + d + W);
+ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, const P *next, int64_t n,
+                            int64_t head_dim, float *score) {
+  constexpr int HEADS = W == 16 ? 4 : 2; // what the registers hold beside four keys
+  if constexpr (G > HEADS) {
+    tile_scores<HEADS>(q, q_stride, k, next, n, head_dim, score);
+    tile_scores<G - HEADS>(q + HEADS * q_stride, q_stride, k, (const P *)nullptr, n, head_dim,
+                           score + HEADS * CHUNK);
+    return;
+  }
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4, k += 4 * head_dim) {
+    if (next) fetch(next + j * head_dim, 4 * head_dim);
+    vf acc[G][4] = {};
+    key_products<G, 4>(q, q_stride, k, head_dim, acc);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) {
-        acc[g] += a * load(q + g * q_stride + d);
-        other[g] += b * load(q + g * q_stride + d + W);
-      }
+    for (int g = 0; g < G; ++g) {
+      const v4 four = sums(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
+      memcpy(score + g * CHUNK + j, &four, sizeof four);
     }
-    if (d < whole) {
-      const vf a = load(k + d);
-      for (int g = 0; g < G; ++g) acc[g] += a * load(q + g * q_stride + d);
-      d += W;
-    }
-    if (d < head_dim) {
-      const vf a = load_part(k + d, head_dim - d); // the padding of q is zero
-      for (int g = 0; g < G; ++g) acc[g] += a * load(q + g * q_stride + d);
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) score[g * CHUNK + j] = sum(acc[g] + other[g]);
+  }
+  for (; j < n; ++j, k += head_dim) {
+    vf acc[G][1] = {};
+    key_products<G, 1>(q, q_stride, k, head_dim, acc);
+    for (int g = 0; g < G; ++g) score[g * CHUNK + j] = sum(acc[g][0]);
   }
 }
 
 // out[g][d] = out[g][d] * alpha[g] + sum over j of p[g][j] * v[j][d], for VECTORS vectors of channels from d
 // on.
 template <int G, int VECTORS, class P>
-ATB_INLINE void tile_values(const float *p, const P *v, int64_t n, int64_t stride, const float *alpha,
-                            float *out, int64_t out_stride) {
+ATB_INLINE void tile_values(const float *p, const P *v, const P *next, int64_t n, int64_t stride,
+                            const float *alpha, float *out, int64_t out_stride) {
   vf acc[G][VECTORS] = {};
   for (int64_t j = 0; j < n; ++j) {
+    if (next) fetch(next + j * stride, VECTORS * W);
     vf value[VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; ++i) value[i] = load(v + j * stride + i * W);
@@ -107,19 +163,22 @@ ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int
 
 template <int G, class P>
 static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const P *k, const P *v,
-                       int64_t n, int64_t distance, float *m, float *l, float *out) {
+                       const P *next_k, const P *next_v, int64_t n, int64_t distance, float *m, float *l,
+                       float *out) {
   const int64_t stride = vector_padded(s.head_dim);
   alignas(64) float score[G * CHUNK];
   float alpha[G];
-  tile_scores<G>(q, stride, k, n, s.head_dim, score);
+  tile_scores<G>(q, stride, k, next_k, n, s.head_dim, score);
   for (int g = 0; g < G; ++g)
     alpha[g] = soften(score + g * CHUNK, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, distance,
                       m + g, l + g);
   constexpr int VECTORS = W == 16 ? 4 : 2;
   int64_t d = 0;
   for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W)
-    tile_values<G, VECTORS>(score, v + d, n, s.head_dim, alpha, out + d, stride);
-  for (; d + W <= s.head_dim; d += W) tile_values<G, 1>(score, v + d, n, s.head_dim, alpha, out + d, stride);
+    tile_values<G, VECTORS>(score, v + d, next_v ? next_v + d : nullptr, n, s.head_dim, alpha, out + d,
+                            stride);
+  for (; d + W <= s.head_dim; d += W)
+    tile_values<G, 1>(score, v + d, next_v ? next_v + d : nullptr, n, s.head_dim, alpha, out + d, stride);
   if (d < s.head_dim) tail_values(G, score, v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
 }
 
@@ -132,28 +191,42 @@ static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t 
   float *m = partial, *l = partial + group, *out = partial + 2 * group;
   for (int64_t g = 0; g < group; ++g) m[g] = -INF;
   memset(l, 0, (group + group * stride) * sizeof(float));
-  for (int64_t at = begin; at < end;) {
-    const int64_t offset = at % s.page_size;
-    const int64_t n = min64(min64(CHUNK, s.page_size - offset), end - at);
+  const auto chunk_at = [&](int64_t at) {
+    return min64(min64(CHUNK, s.page_size - at % s.page_size), end - at);
+  };
+  const auto place = [&](int64_t at) {
     const int64_t page = s.block_table[b * s.max_blocks + at / s.page_size];
-    const int64_t start = ((page * s.kv_heads + h) * s.page_size + offset) * s.head_dim;
+    return ((page * s.kv_heads + h) * s.page_size + at % s.page_size) * s.head_dim;
+  };
+  for (int64_t at = begin; at < end;) {
+    const int64_t n = chunk_at(at), start = place(at);
     const P *k = (const P *)s.k_pages + start, *v = (const P *)s.v_pages + start;
     const int64_t distance = s.kv_lengths[b] - 1 - at;
+    // What comes next, if it is as long as this; the first heads ask for it.
+    const P *next_k = nullptr, *next_v = nullptr;
+    if (at + n < end && chunk_at(at + n) >= n) {
+      const int64_t after = place(at + n);
+      next_k = (const P *)s.k_pages + after, next_v = (const P *)s.v_pages + after;
+    }
     for (int64_t g = 0; g < group;) {
       const float *qg = q + g * stride;
       float *og = out + g * stride;
       const int64_t head = h * group + g, left = group - g;
       if (left >= 4) {
-        tile_chunk<4>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        tile_chunk<4>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
+                      l + g, og);
         g += 4;
       } else if (left == 3) {
-        tile_chunk<3>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        tile_chunk<3>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
+                      l + g, og);
         g += 3;
       } else if (left == 2) {
-        tile_chunk<2>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        tile_chunk<2>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
+                      l + g, og);
         g += 2;
       } else {
-        tile_chunk<1>(s, qg, head, k, v, n, distance, m + g, l + g, og);
+        tile_chunk<1>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
+                      l + g, og);
         g += 1;
       }
     }
