@@ -16,8 +16,8 @@ RAGGED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7936)
 
 
 def rows() -> list[Row]:
-    """One long sequence, then a ragged batch of 8; 256 steps each would take minutes: 48 are timed."""
-    return [_throughput((7936,), 256), _throughput(RAGGED, 48)]
+    """One long sequence, then a ragged batch of 8 (256 steps would take minutes: 48 are timed), then grouped heads."""
+    return [_throughput((7936,), 256), _throughput(RAGGED, 48), *_grouped_decode()]
 
 
 def remarks() -> list[str]:
@@ -75,3 +75,28 @@ def _throughput(lengths: tuple[int, ...], steps: int) -> Row:
     limit = bandwidth.seconds_for(times, "read", 2.0 * LAYERS * KV_HEADS * DIM * sum(lengths) * 4)
     name = f"paged cache, {batch} sequence{'s' if batch > 1 else ''} of {min(lengths)}-{longest} tokens"
     return row(name, times, "DynamicCache + SDPA", ">= 1.4", limit_name="read bandwidth", limit=limit)
+
+
+@torch.inference_mode()
+def _grouped_decode() -> list[Row]:
+    """One token of 16 sequences of 4,096 tokens, 32 query heads on 4 kv heads, one layer."""
+    rows, length, heads, kv_heads, page = 16, 4096, 32, 4, 64
+    blocks = length // page
+    k_pages, v_pages = torch.randn(2, rows * blocks, kv_heads, page, DIM)
+    table = torch.randperm(rows * blocks).int().reshape(rows, blocks)
+    lengths = torch.full((rows,), length, dtype=torch.int32)
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    q = torch.randn(rows, heads, DIM)
+    dense = torch.randn(2, rows, kv_heads, length, DIM)
+    bandwidth = ReadBandwidth()
+    times = interleave(
+        {
+            "ours": lambda: paged_attention(q, k_pages, v_pages, table, lengths, starts, SPEC),
+            "SDPA, contiguous": lambda: F.scaled_dot_product_attention(q[:, :, None], *dense, enable_gqa=True),
+            "read": bandwidth,
+        },
+        25,
+    )
+    limit = bandwidth.seconds_for(times, "read", 2.0 * rows * length * kv_heads * DIM * 4)
+    name = "paged decode, 16 x 4096 tokens, 32 heads on 4"
+    return [row(name, times, "SDPA, contiguous", "", limit_name="read bandwidth (goal 70%)", limit=limit)]
