@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atb_modules.attention.functional import attention
 from atb_modules.integrations.transformers_masks import StructuredMask, log_once, structured_mask
-from atb_modules.spec import AttentionSpec, Causal
+from atb_modules.spec import AttentionSpec
 
 NAME = "atb"
 
@@ -38,9 +38,31 @@ _REFUSED = {
 }
 #: arguments of forward() that models hand down and that no attention function reads
 _NO_CONCERN = frozenset(
-    "cache cache_position deterministic inputs_embeds labels layer_idx logits_to_keep max_length_k max_length_q "
-    "max_seqlen_k max_seqlen_q mm_token_type_ids num_items_in_batch output_hidden_states output_router_logits "
-    "past_key_value past_key_values position_embeddings position_ids return_dict seq_idx token_type_ids use_cache".split()
+    (
+        "cache",
+        "cache_position",
+        "deterministic",
+        "inputs_embeds",
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_value",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "token_type_ids",
+        "use_cache",
+    )
 )
 
 
@@ -104,59 +126,35 @@ def attention_forward(
         ValueError: an argument that changes the result and is not known here, by name.
     """
     _check_others(module, kwargs)
-    q_len, kv_len = query.shape[2], key.shape[2]
+    batch, q_len = max(query.shape[0], key.shape[0]), query.shape[2]
+    query = query.expand(batch, -1, -1, -1)
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
-    if query.shape[0] == 1 < key.shape[0]:
-        query = query.expand(key.shape[0], -1, -1, -1)
-    causal: Causal = Causal.NONE
-    window: tuple[int | None, int | None] | None = None
-    chunk: int | None = None
-    mask: Tensor | None = None
-    starts_q = starts_k = images = None
-    if (
-        isinstance(attention_mask, StructuredMask)
-        and position_bias is not None
-        and attention_mask.cu_seqlens is not None
-    ):
-        attention_mask = attention_mask.dense()
-    if isinstance(attention_mask, StructuredMask):
-        _check_sizes(attention_mask, query, key)
-        causal = Causal.BOTTOM_RIGHT if attention_mask.causal else Causal.NONE
-        window, chunk, images = attention_mask.window, attention_mask.chunk, attention_mask.images
-        starts_q = starts_k = attention_mask.cu_seqlens
-        if attention_mask.padding is not None:
-            mask = attention_mask.padding[:, None, None, :]
-        begin, end = attention_mask.keys
-        if (begin, end) != (0, kv_len):
-            key, value = key[:, :, begin:end], value[:, :, begin:end]
-            position_bias = None if position_bias is None else position_bias[..., begin:end]
-    elif attention_mask is not None:
-        mask = attention_mask
-    else:
-        wants_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        packed = cu_seq_lens_q is not None
-        if wants_causal and (q_len > 1 or packed):
-            causal = Causal.TOP_LEFT if q_len != kv_len and not packed else Causal.BOTTOM_RIGHT
-        if sliding_window is not None and sliding_window < kv_len:
-            window = (sliding_window - 1, None if wants_causal else sliding_window - 1)
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        _check_packed(attention_mask, cu_seq_lens_q, cu_seq_lens_k)
-        starts_q = None if cu_seq_lens_q is None else cu_seq_lens_q.int()
-        starts_k = None if cu_seq_lens_k is None else cu_seq_lens_k.int()
+    starts_q, starts_k = _packed_starts(attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        attention_mask = _default_mask(query, key, causal, sliding_window, packed=starts_q is not None)
+    if isinstance(attention_mask, StructuredMask) and position_bias is not None and starts_q is not None and batch > 1:
+        attention_mask, starts_q, starts_k = attention_mask.dense(), None, None
+    structure, mask = _taken_apart(attention_mask, query, key)
+    images = structure.images
+    begin, end = structure.keys
+    key, value = key[:, :, begin:end], value[:, :, begin:end]
     if position_bias is not None:
-        mask = _joined_bias(position_bias, mask)
-    batch = query.shape[0]
+        mask = _joined_bias(position_bias[..., begin:end], mask)
     in_one_row = starts_q is not None and batch > 1
     if in_one_row:
         query, key, value = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value))
         images = None if images is None else images.reshape(1, -1)
         mask = None if mask is None else mask.reshape(1, 1, 1, -1)
+    spec = AttentionSpec(
+        causal=structure.causal, window=structure.window, chunk=structure.chunk, scale=scaling, softcap=softcap
+    )
     out, _ = attention(
         query,
         key,
         value,
-        AttentionSpec(causal=causal, window=window, chunk=chunk, scale=scaling, softcap=softcap),
+        spec,
         mask=mask,
         sinks=s_aux,
         cu_seqlens_q=starts_q,
@@ -167,6 +165,36 @@ def attention_forward(
     if in_one_row:
         out = out[0].unflatten(1, (batch, q_len)).transpose(0, 1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _default_mask(
+    query: Tensor, key: Tensor, causal: bool, sliding_window: int | None, packed: bool
+) -> StructuredMask | Tensor:
+    """What no mask means: as in transformers' sdpa, causality from the first key on, and a single query sees all."""
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    window = None
+    if sliding_window is not None and sliding_window < kv_len:
+        window = (sliding_window - 1, None if causal else sliding_window - 1)
+    if causal and q_len > kv_len and not packed:
+        if window is not None:
+            raise ValueError(f"sliding_window is {sliding_window} for {q_len} queries of {kv_len} keys without a mask")
+        return torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril()
+    first_keys = causal and q_len > 1 and not packed
+    return StructuredMask((batch, 1, q_len, kv_len), causal, (0, q_len if first_keys else kv_len), window=window)
+
+
+def _taken_apart(mask: StructuredMask | Tensor, query: Tensor, key: Tensor) -> tuple[StructuredMask, Tensor | None]:
+    """Structure, and what remains for a tensor: padding, or the whole mask."""
+    (batch, _, q_len, _), kv_len = query.shape, key.shape[2]
+    if not isinstance(mask, StructuredMask):
+        return StructuredMask((batch, 1, q_len, kv_len), False, (0, kv_len)), mask
+    rows_matter = mask.padding is not None or mask.cu_seqlens is not None or mask.images is not None
+    if mask.shape[2:] != (q_len, kv_len) or (rows_matter and mask.shape[0] != batch):
+        raise ValueError(
+            f"attention_mask is for batch {mask.shape[0]}, {mask.shape[2]} queries and {mask.shape[3]} keys; query is "
+            f"{tuple(query.shape)} and key is {tuple(key.shape)}"
+        )
+    return mask, None if mask.padding is None else mask.padding[:, None, None, :]
 
 
 def _check_others(module: torch.nn.Module, others: dict[str, Any]) -> None:
@@ -184,29 +212,23 @@ def _check_others(module: torch.nn.Module, others: dict[str, Any]) -> None:
         )
 
 
-def _check_sizes(mask: StructuredMask, query: Tensor, key: Tensor) -> None:
-    batch, _, q_len, kv_len = mask.shape
-    fits = batch == query.shape[0] or (mask.padding is None and mask.cu_seqlens is None and mask.images is None)
-    if not fits or q_len != query.shape[2] or kv_len != key.shape[2]:
-        raise ValueError(
-            f"attention_mask is for batch {batch}, {q_len} queries and {kv_len} keys; query is {tuple(query.shape)} and "
-            f"key is {tuple(key.shape)}"
-        )
-
-
-def _check_packed(mask: StructuredMask | Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None) -> None:
-    """cu_seq_lens beside a mask: it must say nothing of keys itself, or the same."""
-    if mask is None:
-        return
-    if isinstance(mask, Tensor) or mask.padding is not None or mask.keys != (0, mask.shape[-1]):
+def _packed_starts(
+    mask: StructuredMask | Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens of queries and of keys: those given, which must fit what the mask says, or the mask's."""
+    own = mask.cu_seqlens if isinstance(mask, StructuredMask) else None
+    if starts_q is None and starts_k is None:
+        return own, own
+    hides = isinstance(mask, StructuredMask) and (mask.padding is not None or mask.keys != (0, mask.shape[-1]))
+    if isinstance(mask, Tensor) or hides:
         raise ValueError("cu_seq_lens_q is given beside an attention_mask that hides keys; allowed: one of them")
-    if mask.cu_seqlens is not None:
-        for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
-            if starts is None or starts.tolist() != mask.cu_seqlens.tolist():
-                raise ValueError(
-                    f"{name} is {None if starts is None else starts.tolist()}; position_ids say "
-                    f"{mask.cu_seqlens.tolist()}, they must be equal"
-                )
+    for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
+        if starts is None:
+            raise ValueError(f"{name} is None; allowed: cu_seq_lens_q and cu_seq_lens_k, or neither")
+        if own is not None and starts.tolist() != own.tolist():
+            raise ValueError(f"{name} is {starts.tolist()}; position_ids say {own.tolist()}, they must be equal")
+    assert starts_q is not None and starts_k is not None
+    return starts_q.int(), starts_k.int()
 
 
 def _joined_bias(bias: Tensor, mask: Tensor | None) -> Tensor:

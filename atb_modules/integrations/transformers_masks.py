@@ -178,6 +178,8 @@ def fit(pattern: Pattern, sizes: tuple[int, int, int], q_offset: int, kv_offset:
     chunk = pattern.chunk
     if chunk is not None:
         begin, chunk = _place_chunks(pattern, chunk, q_offset, kv_offset, end, segments is not None)
+        if begin and pattern.images is not None:
+            raise Unread("images that may lie before the first chunk")
     images = _images(pattern, batch, kv_offset, begin, end, kv_len)
     left = None if pattern.left is None or pattern.left >= end - begin - 1 else pattern.left
     right = None if pattern.causal or pattern.right is None or pattern.right >= end - begin - 1 else pattern.right
@@ -256,7 +258,7 @@ def _images(pattern: Pattern, batch: int, kv_offset: int, begin: int, end: int, 
     ids = pattern.images
     if ids is None:
         return None
-    if not pattern.causal or ids.shape[-1] < kv_offset + kv_len or ids.shape[0] not in (1, batch):
+    if not pattern.causal or ids.shape[-1] < kv_offset + kv_len or ids.shape[0] != batch:
         raise Unread(f"images {tuple(ids.shape)} that do not fit {kv_offset + kv_len} keys")
     if bool((ids[:, kv_offset + end : kv_offset + kv_len] >= 0).any()):
         raise Unread("images among keys that are not there yet")
@@ -273,7 +275,7 @@ def _images(pattern: Pattern, batch: int, kv_offset: int, begin: int, end: int, 
         inside = ids[:, pattern.image_left + 1 :] == ids[:, : max(ids.shape[-1] - pattern.image_left - 1, 0)]
         if bool((inside & (ids[:, pattern.image_left + 1 :] >= 0)).any()):
             raise Unread("images that are longer than the window")
-    return ids.expand(batch, -1)
+    return ids
 
 
 def _padding(pattern: Pattern, batch: int, first: int, last: int) -> Tensor | None:

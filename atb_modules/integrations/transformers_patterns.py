@@ -56,10 +56,10 @@ class Pattern:
 def read(mask_function: Callable[..., Any]) -> Pattern:
     """The pattern of a mask function of transformers; raises ``Unread`` where it is not one that is known."""
     code = getattr(mask_function, "__code__", None)
-    reader = _readers().get(code) if code is not None else None
-    if reader is None:
+    reader = _readers().get(code) if isinstance(code, CodeType) else None
+    if not isinstance(code, CodeType) or reader is None:
         raise Unread(f"the mask function {getattr(mask_function, '__qualname__', mask_function)!s} is not known")
-    cells = mask_function.__closure__ or ()
+    cells = getattr(mask_function, "__closure__", None) or ()
     return reader(**{name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)})
 
 
