@@ -11,12 +11,13 @@ namespace ATB_ISA {
 static void visible_range(const atb_attention_args *a, Block &block, int lane, int64_t b, int64_t i) {
   if (a->reach) {
     const int32_t *row = a->reach + b * a->reach_stride + i * 5;
-    block.far_low[lane] = row[0];
-    block.far_high[lane] = row[1];
-    block.low[lane] = row[2];
-    block.high[lane] = row[3];
+    const int32_t last = (int32_t)a->kv_len; // whatever the rows say, only keys that are there are read
+    block.far_low[lane] = row[0] > 0 ? row[0] : 0;
+    block.far_high[lane] = row[1] < last ? row[1] : last;
+    block.low[lane] = row[2] > 0 ? row[2] : 0;
+    block.high[lane] = row[3] < last ? row[3] : last;
     block.position[lane] = row[4];
-    block.has_far |= row[1] > row[0];
+    block.has_far |= block.far_high[lane] > block.far_low[lane];
     return;
   }
   const int64_t at = i + (a->causal == 2 ? 0 : a->kv_len - a->q_len);

@@ -150,6 +150,29 @@ void dense(int dtype, int threads) {
         a.mask = mask.data(), a.mask_strides[2] = kv_len, a.mask_strides[3] = 1;
         atb_attention(&a);
         require_finite(lse.data(), lse.size(), "dense attention"); // the sinks keep every row finite
+        std::vector<int32_t> reach(q_len * 5);
+        for (int64_t i = 0; i < q_len;
+             ++i) { // beyond both ends too: the kernel keeps to the keys that there are
+          const int32_t at = (int32_t)(i + kv_len - q_len);
+          const int32_t row[5] = {-3, 2, at - 5, at + 9, at};
+          memcpy(reach.data() + i * 5, row, sizeof row);
+        }
+        const int64_t edge = 16, across = (kv_len + edge - 1) / edge;
+        std::vector<uint8_t> live(heads * ((q_len + edge - 1) / edge) * across);
+        for (size_t i = 0; i < live.size(); ++i) live[i] = i % 3 != 0;
+        a.reach = reach.data(), a.blocks = live.data(), a.block_size = edge;
+        a.block_strides[1] = (int64_t)live.size() / heads;
+        atb_attention(&a);
+        require_finite(lse.data(), lse.size(), "sparse attention");
+        auto d_out = tensor(heads * q_len * dim, dtype);
+        const auto d_lse = floats(heads * q_len);
+        std::vector<float> d_q(heads * q_len * dim), d_k(2 * kv_heads * kv_len * dim), d_v = d_k;
+        for (int64_t splits : {1, 2}) {
+          const atb_attention_backward_args g = {a,          d_out.data(), d_lse.data(), d_q.data(),
+                                                 d_k.data(), d_v.data(),   splits};
+          atb_attention_backward(&g);
+          require_finite(d_q.data(), d_q.size(), "gradient of attention");
+        }
       }
 }
 
