@@ -123,7 +123,7 @@ def structured_mask(
         allow_is_causal_skip: whether None may be returned.
 
     Returns:
-        None where causality alone hides keys; a ``StructuredMask``; or a dense bool (batch, 1, q_length, kv_length),
+        None where causality alone hides keys and the family's modules know that they are causal; a ``StructuredMask``; or a dense bool (batch, 1, q_length, kv_length),
         which is logged once, for a mask that has no compact form.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -153,7 +153,7 @@ def structured_mask(
         if q_length > 1:
             log_once(f"dense attention mask of query length times key length: {unread}")
         return dense()
-    if allow_is_causal_skip and _is_plain_causal(mask):
+    if allow_is_causal_skip and _is_plain_causal(mask) and _modules_know(type(kwargs.get("config"))):
         return None
     return dataclasses.replace(mask, make_dense=dense)
 
@@ -200,6 +200,18 @@ def _is_plain_causal(mask: StructuredMask) -> bool:
     extras = (mask.window, mask.chunk, mask.padding, mask.cu_seqlens, mask.images)
     bare = mask.causal and mask.keys == (0, kv_len) and all(extra is None for extra in extras)
     return bare and q_len in (1, kv_len)
+
+
+@functools.cache
+def _modules_know(config_class: type) -> bool:
+    """Whether the ``is_causal`` of a family's attention modules can be relied on, as transformers' sdpa must."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if config_class is type(None):
+        return True
+    model_class = MODEL_MAPPING.get(config_class, None)
+    classes = model_class if isinstance(model_class, (list, tuple)) else (model_class,)
+    return all(getattr(one, "_supports_sdpa", False) for one in classes)
 
 
 def _segments(pattern: Pattern, sizes: tuple[int, int, int], q_offset: int, kv_offset: int) -> Tensor | None:

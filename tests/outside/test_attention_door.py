@@ -249,6 +249,15 @@ def test_cross_attention(ids):
     check_pair(build(transformers.BertModel, config), inputs)
 
 
+def test_a_decoder_whose_modules_do_not_say_that_they_are_causal(ids):
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=97, d_model=48, decoder_layers=2, decoder_ffn_dim=64, decoder_attention_heads=4
+    )
+    model = build(transformers.BigBirdPegasusForCausalLM, config)
+    assert not model.model.decoder.layers[0].self_attn.is_causal
+    check_pair(model, {"input_ids": ids}, field="logits")
+
+
 def test_position_bias(ids):
     config = transformers.T5Config(
         vocab_size=97, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0
