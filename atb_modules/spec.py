@@ -108,8 +108,9 @@ class AttentionSpec:
         overlays: Overlays | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Where queries (q_len, 1) and keys (1, kv_len) stand in their sequence, as ``causal`` aligns them."""
-        check_int("q_len", q_len, least=0)
-        check_int("kv_len", kv_len, least=0)
+        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+            if not isinstance(length, torch.SymInt):  # a length that an exported program leaves open
+                check_int(name, length, least=0)
         shift: Tensor | int = kv_len - q_len
         if overlays is None or not overlays:
             q_pos, k_pos = masks.positions(q_len, kv_len, torch.device(device) if device is not None else None)

@@ -84,6 +84,26 @@ def test_deepcopy_pickle_and_tables_made_in_inference_mode():
     assert torch.equal(checkpointed, layer(x))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (3, 0)},
+        {"softcap": 3.0},
+        {"alibi": True},
+        {"sparse": {"mode": "sliding_window", "window_size": 3, "global_tokens": 2}},
+        {"sparse": {"mode": "prefix_lm", "prefix_length": 3}},
+    ],
+    ids=str,
+)
+def test_export_of_masked_attention_leaves_the_length_open(options, strict):
+    layer = TransformerLayer(32, 4, attention=atb.AttentionConfig(**options)).eval()
+    lengths = ({1: torch.export.Dim("seq", min=2, max=64)},)
+    program = torch.export.export(layer, (torch.randn(2, 6, 32),), dynamic_shapes=lengths, strict=strict)
+    x = torch.randn(2, 17, 32)
+    torch.testing.assert_close(program.module()(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
 def test_export():
     layer = TransformerLayer(32, 4, num_kv_heads=2, rotary=RotaryConfig(), mode="inference")
     x = torch.randn(2, 8, 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atb_modules.attention.tables import check_slots
+from atb_modules.attention.tables import check_devices, check_slots
 from atb_modules.checks import check_probability, check_tensor, check_type
 from atb_modules.kernels.traits import (
     AttentionTraits,
@@ -120,6 +120,8 @@ def paged_traits(
     ):
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; allowed: torch.int32 {shape}")
+    tables = {"block_table": block_table, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q}
+    check_devices("q", q.device, k_pages=k_pages, v_pages=v_pages, **tables)
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, tensor, num_heads, q.device)
     return PagedAttentionTraits(
@@ -151,13 +153,10 @@ def append_traits(
                 f"{name} is {tuple(tensor.shape)}; pages of {pages.shape[1]} heads of {pages.shape[3]} channels take "
                 f"({k.shape[0]}, {pages.shape[1]}, {pages.shape[3]})"
             )
+    check_devices("k", k.device, v=v, k_pages=k_pages, v_pages=v_pages)
     if not trusted:
-        if not k.device == v.device == k_pages.device == v_pages.device:
-            raise ValueError(
-                f"k is on {k.device}, v on {v.device}, k_pages on {k_pages.device} and v_pages on {v_pages.device}; "
-                "they must be equal"
-            )
         check_slots(slots, k.shape[0], k_pages.shape[0] * k_pages.shape[2])
+    check_devices("k", k.device, slots=slots)
     return CacheAppendTraits(
         device_type=k.device.type,
         dtype=k.dtype,

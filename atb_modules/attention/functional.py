@@ -14,7 +14,7 @@ from atb_modules.attention.calls import (
     empty_attention,
     paged_traits,
 )
-from atb_modules.attention.tables import check_rotated, check_tables
+from atb_modules.attention.tables import check_devices, check_rotated, check_tables
 from atb_modules.checks import check_type
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import overlaps_itself
@@ -194,6 +194,7 @@ def rotary_append(
         check_layout("q", q, 3, "(tokens, heads, head_dim)")
         check_layout("k", k, 3, "(tokens, kv_heads, head_dim)")
         check_rotated(q, k, cos, sin)
+    check_devices("k", k.device, q=q, cos=cos, sin=sin)
     if overlaps_itself(q):
         raise ValueError(f"q is expanded (strides {q.stride()}); it is rotated in place and needs memory of its own")
     traits = append_traits(k, v, k_pages, v_pages, slots, rotary=True, trusted=trusted)

@@ -14,6 +14,13 @@ from atb_modules.checks import check_tensor
 from atb_modules.spec import AttentionSpec
 
 
+def check_devices(reference: str, device: torch.device, **tensors: Tensor) -> None:
+    """ValueError unless all tensors are on the device of the one named ``reference``."""
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}; {reference} is on {device}, they must be equal")
+
+
 def check_slots(slots: Tensor, tokens: int, num_slots: int) -> None:
     """ValueError unless slots are int64 (tokens,) of -1 or places below ``num_slots``."""
     check_tensor("slots", slots, f"a tensor torch.int64 ({tokens},)")

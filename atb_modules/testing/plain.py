@@ -46,7 +46,7 @@ def plain_attention(
     scores = torch.matmul(q, k.transpose(-1, -2)) * spec.scale_for(q.shape[-1])
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    bias, visible = bias_and_visible(spec, q.shape[2], k.shape[2], q.device, mask, alibi_slopes, overlays)
+    bias, visible = bias_and_visible(spec, q, k.shape[2], mask, alibi_slopes, overlays)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if visible is not None:

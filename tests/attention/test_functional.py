@@ -207,3 +207,39 @@ def test_paged_attention_refuses():
         paged_attention(torch.randn(1, 2, 9), *cache.pages(0), *where, AttentionSpec())
     with pytest.raises(ValueError, match="k is"):
         cache_append(torch.randn(1, 2, 9), torch.randn(1, 2, 9), *cache.pages(0), step.slots(0))
+
+
+def test_tables_and_tensors_on_other_devices_are_refused_by_name():
+    q, pages = torch.randn(3, 4, 8), torch.randn(2, 2, 4, 8)
+    where = {
+        "block_table": torch.tensor([[0, 1]], dtype=torch.int32),
+        "kv_lengths": torch.tensor([5], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32),
+    }
+    for name in where:
+        moved = {**where, name: where[name].to("meta")}
+        with pytest.raises(ValueError, match=f"{name} is on meta; q is on cpu"):
+            paged_attention(q, pages, pages, *moved.values(), AttentionSpec(causal=True))
+    k, slots = torch.randn(3, 2, 8), torch.arange(3)
+    with pytest.raises(ValueError, match="slots is on meta; k is on cpu"):
+        cache_append(k, k, pages, pages, slots.to("meta"))
+    with pytest.raises(ValueError, match="v_pages is on meta; k is on cpu"):
+        cache_append(k, k, pages, pages.to("meta"), slots)
+    table = torch.randn(3, 4)
+    for cos, sin in ((table.to("meta"), table), (table, table.to("meta"))):
+        with pytest.raises(ValueError, match="(cos|sin) is on meta; k is on cpu"):
+            ops.rotary_append(q, k, k, cos, sin, pages, pages, slots, interleaved=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_alibi_in_float64_is_float64(strategy):
+    q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    slopes = torch.rand(2)
+    golden, _ = attention_reference(q, q, q, AttentionSpec(causal=True), alibi_slopes=slopes)
+    try:
+        out, _ = attention(q, q, q, AttentionSpec(causal=True), alibi_slopes=slopes, strategy=strategy)
+    except ValueError as refusal:
+        assert "cannot serve" in str(refusal)
+        return
+    bound = 1e-12 if strategy.value in ("reference", "eager") else 1e-6
+    torch.testing.assert_close(out, golden, atol=bound, rtol=bound)

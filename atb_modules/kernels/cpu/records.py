@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.memory import apart, elements_apart, may_take, row_layout
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
     ActivationTraits,
@@ -15,7 +16,6 @@ from atb_modules.kernels.traits import (
     NormTraits,
     PagedAttentionTraits,
     RotaryTraits,
-    overlaps_itself,
 )
 from atb_modules.overlays import Overlays
 from atb_modules.reach import reach
@@ -80,7 +80,7 @@ def gated_activation_cpu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 def gated_activation_cpu_(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """The same into the memory of gate."""
-    if overlaps_itself(gate):
+    if row_layout(gate) is None or not may_take(gate, up):
         return gated_activation_cpu(gate, up, kind)
     _OPS.gated_activation.out(gate, up, kind, out=gate)
     return gate
@@ -88,7 +88,7 @@ def gated_activation_cpu_(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 def rotary_cpu_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The same into the memory of x."""
-    if x.stride(-1) != 1 or overlaps_itself(x):
+    if x.stride(-1) != 1 or not (elements_apart(x) and apart(x, cos) and apart(x, sin)):
         return rotary_cpu(x, cos, sin, interleaved)
     _OPS.rotary.out(x, cos, sin, interleaved, out=x)
     return x
@@ -103,7 +103,7 @@ def add_rms_norm_cpu_(
     cast_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same with the sum in the memory of x."""
-    if not x.is_contiguous():
+    if not x.is_contiguous() or not may_take(x, residual) or not (weight is None or apart(x, weight)):
         return add_rms_norm_cpu(x, residual, weight, eps, weight_offset, cast_first)
     normed = torch.empty_like(x)
     _OPS.add_rms_norm.out(x, residual, _supported(weight), eps, weight_offset, cast_first, out=normed, sum_out=x)
@@ -137,7 +137,8 @@ def rotary_append_cpu(
     interleaved: bool,
 ) -> None:
     """Queries rotated in place, keys rotated on their way into the pages."""
-    _OPS.rotary_append(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
+    # Tables of a user may come in another dtype; ours are float32 and pass through.
+    _OPS.rotary_append(q, k, v, cos.float(), sin.float(), k_pages, v_pages, slots, interleaved)
 
 
 def _static(spec: AttentionSpec, head_dim: int) -> tuple[int, int, float, float]:

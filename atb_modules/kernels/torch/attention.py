@@ -40,7 +40,7 @@ def attention_eager(
     scores = scores.reshape(batch, heads, q_len, kv_len)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes, overlays)
+    bias, visible = bias_and_visible(spec, q, kv_len, mask, alibi_slopes, overlays)
     if bias is not None:
         scores = scores + bias.to(compute)
     if visible is not None:
@@ -89,7 +89,7 @@ def attention_sdpa(
     if bare and (not spec.is_causal or causal_flag):
         attn_mask, is_causal = None, spec.is_causal
     else:
-        bias, visible = bias_and_visible(spec, q_len, kv_len, q.device, mask, alibi_slopes, overlays)
+        bias, visible = bias_and_visible(spec, q, kv_len, mask, alibi_slopes, overlays)
         is_causal = False
         if bias is None:
             attn_mask = visible
@@ -115,9 +115,8 @@ def attention_sdpa(
 
 def bias_and_visible(
     spec: AttentionSpec,
-    q_len: int,
+    q: Tensor,
     kv_len: int,
-    device: torch.device,
     mask: Tensor | None,
     alibi_slopes: Tensor | None,
     overlays: Overlays | None = None,
@@ -126,11 +125,13 @@ def bias_and_visible(
 
     Either is None where it would change nothing; both broadcast to (batch, heads, q_len, kv_len).
     """
+    q_len, device = q.shape[2], q.device
     bias = mask if mask is not None and mask.dtype != torch.bool else None
     visible = mask if mask is not None and mask.dtype == torch.bool else None
     if alibi_slopes is not None:
+        compute = torch.promote_types(q.dtype, torch.float32)
         q_pos, k_pos = spec.positions(q_len, kv_len, device, overlays)
-        alibi = masks.alibi_bias(alibi_slopes.float(), q_pos, k_pos)
+        alibi = masks.alibi_bias(alibi_slopes.to(compute), q_pos, k_pos)
         bias = alibi if bias is None else bias + alibi
     newest = q_len == 1 and spec.causal is not Causal.TOP_LEFT and spec.window is None and spec.chunk is None
     if overlays or (spec.masks_keys and not newest):

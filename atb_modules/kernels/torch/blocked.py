@@ -134,8 +134,9 @@ def _block_mask(
     """The mask of one block: what is visible, the caller's mask and ALiBi's bias, None where nothing is hidden."""
     bias = None
     if slopes is not None:
-        distance = (positions - keys).abs().to(torch.float32).unsqueeze(1)
-        bias = -slopes.float()[:, None, None] * distance
+        compute = torch.promote_types(slopes.dtype, torch.float32)
+        distance = (positions - keys).abs().to(compute).unsqueeze(1)
+        bias = -slopes.to(compute)[:, None, None] * distance
     if mask is not None:
         full = mask.expand(*mask.shape[:-2], *lengths) if mask.dim() >= 2 else mask.expand(*lengths)
         part = block.take(full[..., rows, :], full.dim() - 1)
