@@ -34,7 +34,8 @@ class RotaryConfig:
     Args:
         base: the base of the frequencies (``rope_theta``).
         layout: a ``RotaryLayout`` or its word.
-        partial_factor: share of head_dim that is rotated, 0 < share <= 1; the first channels are.
+        partial_factor: share of head_dim that is rotated, 0 < share <= 1; the first channels are, their number rounded
+            to the nearest int.
         scaling: a ``RotaryScaling``, or None.
         frequency_factors: one divisor a frequency, as some checkpoints carry them in a tensor; None for none.
         strategy: a ``RotaryStrategy`` or its word.
@@ -58,7 +59,7 @@ class RotaryConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels that are rotated."""
-        return int(head_dim * self.partial_factor)
+        return round(head_dim * self.partial_factor)
 
 
 class RotaryEmbedding(nn.Module):
@@ -155,8 +156,8 @@ def rotary(
 
     Args:
         x: (..., tokens, heads, head_dim).
-        cos, sin: (..., tokens, rotary_dim / 2), float32; leading axes equal x's or broadcast to them. Channels past
-            rotary_dim pass through.
+        cos, sin: (..., tokens, rotary_dim / 2), floating, read as float32 (float64 for such an x); leading axes equal
+            x's or broadcast to them. Channels past rotary_dim pass through.
         layout: a ``RotaryLayout`` or its word.
         overwrite: whether the result may take x's memory, where no gradient is recorded.
     """
@@ -181,6 +182,8 @@ def rotary(
         raise ValueError(f"cos has shape {tuple(cos.shape)}; its leading axes must broadcast to x {tuple(x.shape)}")
     if cos.device != x.device or sin.device != x.device:
         raise ValueError(f"cos is on {cos.device} and sin on {sin.device}; x is on {x.device}, they must be equal")
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos.to(compute), sin.to(compute)
     heads, head_dim = x.shape[-2:]
     tokens = x.shape[:-2]
     traits = RotaryTraits(
@@ -191,15 +194,16 @@ def rotary(
         head_dim=head_dim,
         rotary_dim=2 * cos.shape[-1],
         interleaved=layout is RotaryLayout.INTERLEAVED,
-        requires_grad=torch.is_grad_enabled() and x.requires_grad,
+        requires_grad=torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad or sin.requires_grad),
         contiguous=x.is_contiguous(),
     )
     kernel = resolve("rotary", None, traits, strategy)
     function = kernel.choose_function(overwrite, traits)
     if x.dim() == 3:
         return function(x, cos, sin, layout is RotaryLayout.INTERLEAVED)
-    cos, sin = (t.expand(*tokens, t.shape[-1]).reshape(-1, t.shape[-1]) for t in (cos, sin))
-    flat = function(x.reshape(-1, heads, head_dim), cos, sin, layout is RotaryLayout.INTERLEAVED)
+    # Written out: -1 for the tokens would be ambiguous where another axis is 0.
+    cos, sin = (t.expand(*tokens, t.shape[-1]).reshape(traits.tokens, t.shape[-1]) for t in (cos, sin))
+    flat = function(x.reshape(traits.tokens, heads, head_dim), cos, sin, layout is RotaryLayout.INTERLEAVED)
     return flat.reshape(x.shape)
 
 

@@ -41,6 +41,10 @@ def check_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, "a tensor (tokens, rotary_dim / 2)")
+        if not table.dtype.is_floating_point:
+            raise TypeError(f"{name} is {table.dtype}; allowed: a floating dtype")
+        if table.device != k.device:
+            raise ValueError(f"{name} is on {table.device}; k is on {k.device}, they must be equal")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0] or 2 * cos.shape[1] > k.shape[2]:
         raise ValueError(
             f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; k of shape {tuple(k.shape)} allows "

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from atb_modules import RotaryConfig, RotaryEmbedding, RotaryScaling, TransformerLayer, convert_rotary_weight
-from atb_modules.ops import rotary
+from atb_modules.ops import rotary, rotary_append
 
 FACTORS = tuple(1.0 + 0.1 * i for i in range(16))
 
@@ -275,3 +275,77 @@ def test_bad_inputs():
         rotary(x, cos[:3], cos[:3])
     with pytest.raises(TypeError, match="position_ids is torch.float32"):
         RotaryEmbedding(8)(torch.randn(3))
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 8), (3, 4, 2, 8), (1, 3, 4, 2, 8)])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "cpu", "torch", "reference"])
+def test_tables_without_an_angle_rotate_nothing(shape, overwrite, strategy):
+    x = torch.randn(shape)
+    tables = torch.randn(4, 0), torch.randn(4, 0)
+    assert torch.equal(rotary(x.clone(), *tables, overwrite=overwrite, strategy=strategy), x)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 0, 2, 8), (3, 4, 0, 8), (0, 4, 2, 8)])
+def test_rotating_nothing(shape):
+    x = torch.randn(shape)
+    assert rotary(x, torch.randn(shape[-3], 4), torch.randn(shape[-3], 4)).shape == shape
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cpu", "torch", "reference"])
+@pytest.mark.parametrize(
+    ("dtype", "tables"),
+    [
+        (torch.float32, torch.float64),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float64),
+        (torch.float64, torch.float64),
+        (torch.float64, torch.float16),
+    ],
+)
+def test_tables_of_every_dtype(dtype, tables, strategy):
+    if strategy == "cpu" and dtype == torch.float64:
+        pytest.skip("the native kernels compute in float32")
+    cos, sin = (table.to(tables) for table in RotaryEmbedding(8)(torch.arange(4)))
+    x = torch.randn(4, 2, 8).to(dtype)
+    compute = torch.promote_types(dtype, torch.float32)
+    expected = rotary(x, cos.to(compute), sin.to(compute), strategy="reference")
+    got = rotary(x, cos, sin, strategy=strategy)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(rotary(x.expand(2, 4, 2, 8), cos, sin, strategy=strategy)[1], expected)
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "torch"])
+@pytest.mark.parametrize("tables", [torch.float64, torch.bfloat16])
+def test_appended_keys_take_tables_of_every_dtype(strategy, tables):
+    cos, sin = (table.to(tables) for table in RotaryEmbedding(8)(torch.arange(4)))
+    q, k, v = torch.randn(3, 4, 2, 8)
+    pages = torch.zeros(2, 1, 2, 4, 8)
+    expected = rotary(q, cos, sin), rotary(k, cos, sin)
+    rotary_append(q, k, v, cos, sin, *pages, torch.arange(4), interleaved=False, strategy=strategy)
+    torch.testing.assert_close(q, expected[0])
+    torch.testing.assert_close(pages[0, 0].transpose(0, 1), expected[1])
+
+
+@pytest.mark.parametrize("table", [torch.arange(16).view(4, 4), torch.randn(4, 4).to(torch.complex64)])
+def test_appended_keys_need_floating_tables(table):
+    q, k, v = torch.randn(3, 4, 2, 8)
+    pages = torch.zeros(2, 1, 2, 4, 8)
+    with pytest.raises(TypeError, match=f"cos is {table.dtype}; allowed: a floating dtype"):
+        rotary_append(q, k, v, table, table, *pages, torch.arange(4), interleaved=False)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_gradients_of_tables_survive_overwriting(overwrite):
+    x = torch.randn(4, 2, 8)
+    cos = torch.randn(4, 4, requires_grad=True)
+    rotary(x, cos, cos, overwrite=overwrite).sum().backward()
+    assert cos.grad is not None and cos.grad.abs().sum() > 0
+
+
+def test_shares_of_the_head_are_rounded_to_the_nearest():
+    for head_dim in (64, 80, 96, 104, 128, 256):
+        for turned in range(2, head_dim + 1, 2):
+            assert RotaryEmbedding(head_dim, RotaryConfig(partial_factor=turned / head_dim)).rotary_dim == turned

@@ -30,6 +30,7 @@ from atb_modules.strategies import (
 )
 
 from . import library, structs
+from .ops_attention import LANES
 from .ops_linear import GEMV_ROWS
 
 _OPS = torch.ops.atb_modules
@@ -165,7 +166,8 @@ def attention_cpu(
     causal = 0 if not spec.is_causal else 2 if spec.causal is Causal.TOP_LEFT else 1
     ranges = reach(spec, q.shape[2], k.shape[2], overlays, q.device) if spec.has_overlays or overlays else None
     blocks = None if overlays is None else overlays.block_mask
-    options = (ranges, blocks, spec.block_size or 0, causal, *_static(spec, q.shape[-1]))
+    starts = None if overlays is None else overlays.query_blocks(q.shape[1] // k.shape[1], LANES)
+    options = (ranges, blocks, spec.block_size or 0, causal, *_static(spec, q.shape[-1]), starts)
     out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, *options)
     return out, lse if need_lse else None
 
