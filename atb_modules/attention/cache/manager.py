@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atb_modules.checks import check_device
-
 from .book import PageBook
+from .contents import PageContents
 from .groups import CachedSequence, LayerGroup
 from .layer_steps import LayerSteps
 from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
+from .sizes import MAX_LAYERS, check_books, check_rows, reserve_pages
 from .stats import CacheStats, measure
 from .step import CacheStep, StepBuilder, refuse_layer, refuse_step
-from .validation import as_lengths, as_row, as_rows, check_appended, check_count, check_dtype, layer_windows
+from .validation import as_lengths, as_row, as_rows, check_count, check_dtype, layer_windows
 
 __all__ = ["KVCacheManager", "OutOfPagesError", "PrefixHit"]
 
 
-class KVCacheManager(PrefixSharing):
+class KVCacheManager(PrefixSharing, PageContents):
     """Paged key/value cache for the layers of one model.
 
     Pages of `page_size` tokens are taken one at a time from a pool that is allocated once, so that appending
@@ -48,7 +48,8 @@ class KVCacheManager(PrefixSharing):
         device: of the pool.
 
     Raises:
-        ValueError, TypeError: an argument out of range or of the wrong kind.
+        ValueError, TypeError: an argument out of range or of the wrong kind, or sizes that ask for more memory than
+            there is.
     """
 
     def __init__(
@@ -67,16 +68,17 @@ class KVCacheManager(PrefixSharing):
     ) -> None:
         self.max_seq_len = check_count("max_seq_len", max_seq_len)
         self.page_size = check_count("page_size", page_size)
-        self.num_layers = check_count("num_layers", num_layers)
+        self.num_layers = check_count("num_layers", num_layers, most=MAX_LAYERS)
         self.num_heads = check_count("num_heads", num_heads)
         self.head_dim = check_count("head_dim", head_dim)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        max_blocks = -(-self.max_seq_len // self.page_size)
+        self._max_blocks = max_blocks = -(-self.max_seq_len // self.page_size)
         self.num_pages = max_blocks if num_pages is None else check_count("num_pages", num_pages)
         self.dtype = check_dtype(dtype)
         self.windows = layer_windows(window, self.num_layers)
+        self._pages = self._reserved(self.num_pages, device)
         groups: dict[int | None, LayerGroup] = {}
         for layer, layer_window in enumerate(self.windows):
             group = groups.get(layer_window)
@@ -86,25 +88,17 @@ class KVCacheManager(PrefixSharing):
             group.layers.append(layer)
         self._layer_groups = tuple(groups[layer_window].index for layer_window in self.windows)
         self._book = PageBook(list(groups.values()), self.page_size, self.max_seq_len)
-        self._pages = self._reserved(device)
         self.device = self._pages[0][0].device
         self._steps = StepBuilder(self._book, self._layer_groups, self.device)
         self._registered_layers = 0
         self._newest: CacheStep | None = None
         self.layer_steps = LayerSteps(self.num_layers)
 
-    def _reserved(self, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
-        check_device(device)
-        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
-        with torch.inference_mode(False):
-            return [
-                (
-                    torch.empty(shape, dtype=self.dtype, device=device),
-                    torch.empty(shape, dtype=self.dtype, device=device),
-                )
-                for _ in range(self.num_layers)
-            ]
+    def _reserved(self, num_pages: int, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
+        sizes = self.num_kv_heads, self.page_size, self.head_dim
+        pages = reserve_pages(self.num_layers, num_pages, *sizes, self.dtype, device)
+        check_books(self.num_layers, len(set(self.windows)), self.max_seq_len, self.page_size, num_pages)
+        return pages
 
     def __repr__(self) -> str:
         return (
@@ -131,10 +125,17 @@ class KVCacheManager(PrefixSharing):
         return self._layer_groups
 
     def begin(self, batch_size: int) -> None:
-        """Opens `batch_size` empty sequences; those that were open are closed. Registered prefixes stay."""
+        """Opens `batch_size` empty sequences; those that were open are closed. Registered prefixes stay.
+
+        A cache takes 65,536 sequences at most.
+        """
         count = check_count("batch_size", batch_size, least=0)
+        self._check_rows("batch_size", count, 0)
         self._changed()
         self._book.open(count)
+
+    def _check_rows(self, name: str, count: int, open_rows: int) -> None:
+        check_rows(name, count, open_rows, self._max_blocks, len(self._book.groups))
 
     def reset(self) -> None:
         """Closes all sequences and forgets all registered prefixes."""
@@ -155,9 +156,13 @@ class KVCacheManager(PrefixSharing):
         if any(len(group.pool.free) < self.num_pages for group in self._book.groups):
             return False
         self._changed()
-        self.num_pages = num_pages
         self._pages = []  # the old pool goes before the new one comes
-        self._pages = self._reserved(self.device)
+        try:
+            self._pages = self._reserved(num_pages, self.device)
+        except BaseException:
+            self._pages = self._reserved(self.num_pages, self.device)
+            raise
+        self.num_pages = num_pages
         for group in self._book.groups:
             group.pool = PagePool(num_pages)
         return True
@@ -165,8 +170,9 @@ class KVCacheManager(PrefixSharing):
     def join(self, count: int = 1) -> list[int]:
         """Opens `count` empty sequences after those that are open; returns their rows."""
         count = check_count("count", count)
-        self._changed()
         begin = self.batch_size
+        self._check_rows("count", count, begin)
+        self._changed()
         self._book.append_rows([CachedSequence(len(self._book.groups)) for _ in range(count)])
         return list(range(begin, begin + count))
 
@@ -183,14 +189,16 @@ class KVCacheManager(PrefixSharing):
         """
         row = as_row("row", row, self.batch_size)
         count = check_count("count", count)
-        self._changed()
         begin = self.batch_size
+        self._check_rows("count", count, begin)
+        self._changed()
         self._book.append_rows([self._book.share(self._book.rows[row]) for _ in range(count)])
         return list(range(begin, begin + count))
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was: a beam search step. Rows may repeat or be left out."""
         order = as_rows("rows", rows, self.batch_size, unique=False)
+        self._check_rows("the length of rows", len(order), 0)
         self._changed()
         self._book.arrange(order)
 
@@ -352,46 +360,6 @@ class KVCacheManager(PrefixSharing):
         """
         self._check_layer(layer_idx)
         return self._pages[layer_idx]
-
-    def append(self, step: CacheStep, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Writes the keys and values of `step`, (total, num_kv_heads, head_dim), into the pages of
-        `layer_idx`.
-
-        Raises:
-            ValueError: wrong shape, dtype or device, a layer that there is not, a step that is not the newest.
-        """
-        self._check_layer(layer_idx)
-        self.check_step("step", step)
-        slots = step.slots(layer_idx)
-        shape = (slots.shape[0], self.num_kv_heads, self.head_dim)
-        check_appended("k", k, shape, self.dtype, self.device)
-        check_appended("v", v, shape, self.dtype, self.device)
-        k_pages, v_pages = self._pages[layer_idx]
-        page, offset = slots // self.page_size, slots % self.page_size
-        with torch.no_grad():
-            k_pages[page, :, offset] = k.detach()
-            v_pages[page, :, offset] = v.detach()
-
-    def gather(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a row as dense (num_kv_heads, tokens, head_dim) copies; in a windowed layer, of
-        what is kept.
-
-        The last token is always the row's newest; only written slots are read.
-        """
-        self._check_layer(layer_idx)
-        row = as_row("row", row, self.batch_size)
-        group = self._layer_groups[layer_idx]
-        sequence = self._book.rows[row]
-        first = sequence.evicted[group]
-        held = torch.tensor(sequence.pages[group][first:], dtype=torch.int64, device=self.device)
-        length = sequence.length - first * self.page_size
-
-        def dense(pages: Tensor) -> Tensor:
-            blocks = pages.index_select(0, held).transpose(0, 1)
-            return blocks.reshape(self.num_kv_heads, -1, self.head_dim)[:, :length]
-
-        k_pages, v_pages = self._pages[layer_idx]
-        return dense(k_pages), dense(v_pages)
 
     def memory_stats(self) -> CacheStats:
         """What is reserved, used, shared and wasted now."""

@@ -36,6 +36,10 @@ class PrefixSharing(ABC):
     def _changed(self) -> None:
         """Called before every change of the sequences."""
 
+    @abstractmethod
+    def _check_rows(self, name: str, count: int, open_rows: int) -> None:
+        """Raises where `count` sequences are too many beside `open_rows`."""
+
     def register_prefix(
         self,
         row: int,
@@ -97,6 +101,7 @@ class PrefixSharing(ABC):
         nodes = self._book.usable(self._book.prefixes.walk(as_tokens(token_ids), salt, adapter, images))
         if len(nodes) * self.page_size > self.max_seq_len:
             raise ValueError(f"token_ids is longer than max_seq_len={self.max_seq_len}")
+        self._check_rows("the new sequence", 1, self.batch_size)
         self._changed()
         self._book.append_rows([self._book.sequence_on(nodes)])
         return PrefixHit(self.batch_size - 1, len(nodes) * self.page_size)

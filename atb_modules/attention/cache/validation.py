@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atb_modules.checks import LARGEST_COUNT
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_count(name: str, value: int, least: int = 1) -> int:
+def check_count(name: str, value: int, least: int = 1, most: int = LARGEST_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
     return value
 
 
