@@ -118,6 +118,19 @@ class Overlays:
             visible = visible & live[..., :q_len, :kv_len]
         return visible
 
+    def query_blocks(self, group: int, most: int) -> Tensor | None:
+        """int64 cuts of ``group`` lanes a query into blocks of at most ``most`` lanes, none across two segments.
+
+        None without segments, or where their values cannot be read (while tracing).
+        """
+        if self.cu_seqlens_q is None or torch.compiler.is_compiling():
+            return None
+        edges = self.cu_seqlens_q.tolist()
+        starts: list[int] = []
+        for begin, end in itertools.pairwise(edges):
+            starts.extend(range(begin * group, end * group, most))
+        return torch.tensor([*starts, edges[-1] * group])
+
     def images(self) -> Tensor:
         """(batch or 1, kv_len): the run of equal image ids that each key belongs to, -1 for text."""
         assert self.image_ids is not None

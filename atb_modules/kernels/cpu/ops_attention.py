@@ -68,6 +68,7 @@ def _arguments(
     right: int,
     scale: float,
     softcap: float,
+    starts: Tensor | None = None,
 ) -> tuple[structs.AttentionArgs, list[Tensor | None]]:
     """The argument struct, and the tensors that must stay alive while it is used."""
     _check_dense(q, k, v)
@@ -78,6 +79,7 @@ def _arguments(
     mask, mask_code, mask_strides = _expanded_mask(mask, (batch, heads, q_len, kv_len))
     reach, reach_stride = _checked_reach(reach, batch, q_len)
     blocks, block_strides = _checked_blocks(blocks, block_size, q.shape, kv_len)
+    starts = _checked_starts(starts, q_len * (heads // kv_heads))
     q, k, v = last_dense(q), last_dense(k), last_dense(v)
     strides = ctypes.c_int64 * 3
     args = structs.AttentionArgs(
@@ -89,6 +91,7 @@ def _arguments(
         pointer(slopes),
         pointer(reach),
         pointer(blocks),
+        pointer(starts),
         out.data_ptr(),
         lse.data_ptr(),
         batch,
@@ -101,6 +104,7 @@ def _arguments(
         strides(*k.stride()[:3]),
         strides(*v.stride()[:3]),
         (ctypes.c_int64 * 4)(*mask_strides),
+        0 if starts is None else starts.numel(),
         reach_stride,
         (ctypes.c_int64 * 2)(*block_strides),
         block_size,
@@ -113,7 +117,7 @@ def _arguments(
         causal,
         threads(),
     )
-    return args, [q, k, v, mask, sinks, slopes, reach, blocks]
+    return args, [q, k, v, mask, sinks, slopes, reach, blocks, starts]
 
 
 def _checked_reach(reach: Tensor | None, batch: int, q_len: int) -> tuple[Tensor | None, int]:
@@ -148,6 +152,18 @@ def _checked_blocks(
     blocks = blocks.contiguous()
     strides = tuple(0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
     return blocks, (strides[0], strides[1])
+
+
+def _checked_starts(starts: Tensor | None, lanes: int) -> Tensor | None:
+    """The cuts of the queries into blocks: the kernel follows them as addresses."""
+    if starts is None:
+        return None
+    if starts.dtype != torch.int64 or starts.dim() != 1 or starts.numel() < 2:
+        raise ValueError(f"starts must be int64 (blocks + 1,), got {starts.dtype} {tuple(starts.shape)}")
+    steps = starts.diff()
+    if starts[0] != 0 or starts[-1] != lanes or steps.min() < 1 or steps.max() > LANES:
+        raise ValueError(f"starts must rise from 0 to {lanes} by 1 to {LANES}, got {starts.tolist()}")
+    return starts.contiguous()
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -205,7 +221,7 @@ def _meta_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
 #: what follows q, k and v in both ops
 _OPTIONS = (
     "Tensor? mask, Tensor? sinks, Tensor? alibi_slopes, Tensor? reach, Tensor? blocks, int block_size, int causal,"
-    " int left, int right, float scale, float softcap"
+    " int left, int right, float scale, float softcap, Tensor? starts=None"
 )
 define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", _attention, _meta)
 define(
@@ -217,8 +233,8 @@ define(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, mask, sinks, slopes, reach, blocks, *ctx.options = inputs
-    ctx.save_for_backward(*output, q, k, v, mask, sinks, slopes, reach, blocks)
+    q, k, v, mask, sinks, slopes, reach, blocks, *ctx.options, starts = inputs
+    ctx.save_for_backward(*output, q, k, v, mask, sinks, slopes, reach, blocks, starts)
     ctx.set_materialize_grads(False)
 
 
@@ -227,13 +243,13 @@ def _backward(ctx, d_out, d_lse):
         raise RuntimeError("the CPU attention kernel has no second derivative; strategy='eager' has")
     if ctx.needs_input_grad[3] or ctx.needs_input_grad[5]:
         raise RuntimeError("the CPU attention kernel has no gradient of a mask or of ALiBi slopes")
-    out, lse, q, k, v, mask, sinks, *rest = ctx.saved_tensors
-    none = (None,) * (len(rest) + len(ctx.options))
+    out, lse, q, k, v, mask, sinks, slopes, reach, blocks, starts = ctx.saved_tensors
+    none = (None,) * (len(ctx.options) + 4)
     if d_out is None and d_lse is None:
         return (None,) * 5 + none
     d_out = torch.zeros_like(out) if d_out is None else d_out
     d_q, d_k, d_v = torch.ops.atb_modules.attention_backward(
-        d_out, d_lse, out, lse, q, k, v, mask, sinks, *rest, *ctx.options
+        d_out, d_lse, out, lse, q, k, v, mask, sinks, slopes, reach, blocks, *ctx.options, starts
     )
     d_sinks = None
     if sinks is not None and ctx.needs_input_grad[4]:

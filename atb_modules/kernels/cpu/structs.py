@@ -60,11 +60,11 @@ class LinearArgs(ctypes.Structure):
 
 class AttentionArgs(ctypes.Structure):
     _fields_ = _fields(
-        ("q k v mask sinks slopes reach blocks out lse", _P),
+        ("q k v mask sinks slopes reach blocks starts out lse", _P),
         ("batch heads kv_heads q_len kv_len head_dim", _I64),
         ("q_strides k_strides v_strides", _I64 * 3),
         ("mask_strides", _I64 * 4),
-        ("reach_stride", _I64),
+        ("num_starts reach_stride", _I64),
         ("block_strides", _I64 * 2),
         ("block_size", _I64),
         ("left right", _I64),

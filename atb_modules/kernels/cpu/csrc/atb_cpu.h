@@ -74,11 +74,12 @@ typedef struct {
   const float *sinks, *slopes; /* optional, (heads,) */
   const int32_t *reach;        /* optional, (batch, q_len, 5): see below; instead of causal, left, right */
   const uint8_t *blocks; /* optional, (batch, heads, q_blocks, kv_blocks): live blocks of block_size^2 */
+  const int64_t *starts; /* optional, (num_starts,): see below */
   void *out;
   float *lse;
   int64_t batch, heads, kv_heads, q_len, kv_len, head_dim;
   int64_t q_strides[3], k_strides[3], v_strides[3], mask_strides[4];
-  int64_t reach_stride, block_strides[2],
+  int64_t num_starts, reach_stride, block_strides[2],
       block_size;      /* of a batch row; of a batch row and a head; 0 = shared */
   int64_t left, right; /* -1 = unbounded */
   float scale, softcap;
@@ -87,7 +88,11 @@ typedef struct {
 
 /* A row of `reach` is (far_low, far_high, low, high, position): the query sees the keys [far_low, far_high)
    and [low, high), the first of them before the second or empty, and stands at `position` among the keys
-   (ALiBi). */
+   (ALiBi).
+
+   The queries of one kv head, times the heads that share it, are worked on 64 at a time from the first on;
+   `starts` cuts them elsewhere, so that no block lies across two segments: 0, rising by 1 to 64, up to
+   q_len * heads / kv_heads. */
 
 /* Gradients of dense attention. `forward` holds what the forward call had, `out` and `lse` its results. */
 typedef struct {

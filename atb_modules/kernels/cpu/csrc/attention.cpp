@@ -30,8 +30,9 @@ static void visible_range(const atb_attention_args *a, Block &block, int lane, i
   block.high[lane] = (int32_t)max64(last, 0);
 }
 
-void fill_dense(const atb_attention_args *a, Block &block, int64_t b, int64_t kv_head, int64_t first) {
-  block.count = (int)min64(LANES, a->heads / a->kv_heads * a->q_len - first);
+void fill_dense(const atb_attention_args *a, Block &block, int64_t b, int64_t kv_head, int64_t index) {
+  const int64_t first = dense_first(a, index), all = a->heads / a->kv_heads * a->q_len;
+  block.count = (int)(a->starts ? a->starts[index + 1] - first : min64(LANES, all - first));
   block.has_slopes = a->slopes;
   block.has_sinks = a->sinks;
   block.block_size = a->blocks ? a->block_size : 0;
@@ -80,11 +81,11 @@ void attention(const atb_attention_args *a) {
   take_items(threads, items, [&](int64_t item, int thread) {
     // The last blocks see the most keys of a causal call: they start first, so that no thread ends on a long
     // one.
-    const int64_t first = (blocks - 1 - item / units) * LANES;
+    const int64_t index = blocks - 1 - item / units, first = dense_first(a, index);
     const int64_t b = item % units / a->kv_heads, kv_head = item % units % a->kv_heads;
     Scratch s(scratch + thread * size, a->head_dim);
     Block block;
-    fill_dense(a, block, b, kv_head, first);
+    fill_dense(a, block, b, kv_head, index);
     for (int lane = 0; lane < block.count; ++lane)
       set_query(s, lane, dense_query(a, b, dense_lane(a, kv_head, first, lane)), a->dtype, a->head_dim,
                 a->scale);

@@ -120,11 +120,11 @@ static void cap_slopes(const float *score, int64_t n, int vectors, float softcap
 }
 
 static void backward_block(const atb_attention_backward_args *g, const BackwardScratch &s, int64_t b,
-                           int64_t kv_head, int64_t first, float *d_k, float *d_v) {
+                           int64_t kv_head, int64_t index, float *d_k, float *d_v) {
   const atb_attention_args *a = &g->forward;
-  const int64_t head_dim = a->head_dim, size = element_size(a->dtype);
+  const int64_t head_dim = a->head_dim, size = element_size(a->dtype), first = dense_first(a, index);
   Block block;
-  fill_dense(a, block, b, kv_head, first);
+  fill_dense(a, block, b, kv_head, index);
   alignas(64) float lse[LANES], delta[LANES], ones[LANES];
   for (int lane = 0; lane < LANES; ++lane) {
     ones[lane] = 1.0f;
@@ -186,7 +186,7 @@ void attention_backward(const atb_attention_backward_args *g) {
     const int64_t split = item / units, unit = item % units;
     const BackwardScratch s(scratch + thread * size, a->head_dim);
     for (int64_t block = split; block < blocks; block += g->splits)
-      backward_block(g, s, unit / a->kv_heads, unit % a->kv_heads, block * LANES, g->d_k + item * keys,
+      backward_block(g, s, unit / a->kv_heads, unit % a->kv_heads, block, g->d_k + item * keys,
                      g->d_v + item * keys);
   });
   free(scratch);

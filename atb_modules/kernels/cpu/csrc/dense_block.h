@@ -6,7 +6,12 @@ namespace ATB_ISA {
 
 // Number of blocks of one (batch row, kv head).
 ATB_INLINE int64_t dense_blocks(const atb_attention_args *a) {
-  return (a->heads / a->kv_heads * a->q_len + LANES - 1) / LANES;
+  return a->starts ? a->num_starts - 1 : (a->heads / a->kv_heads * a->q_len + LANES - 1) / LANES;
+}
+
+// The first lane of a block among those of its kv head.
+ATB_INLINE int64_t dense_first(const atb_attention_args *a, int64_t block) {
+  return a->starts ? a->starts[block] : block * LANES;
 }
 
 // The query and the head of a lane.
@@ -23,8 +28,8 @@ ATB_INLINE const char *dense_query(const atb_attention_args *a, int64_t b, const
   return (const char *)a->q + at * element_size(a->dtype);
 }
 
-// Everything of the block but its queries: `first` is its first lane among those of the kv head.
-void fill_dense(const atb_attention_args *a, Block &block, int64_t b, int64_t kv_head, int64_t first);
+// Everything of the index-th block but its queries.
+void fill_dense(const atb_attention_args *a, Block &block, int64_t b, int64_t kv_head, int64_t index);
 
 KeyRows dense_keys(const atb_attention_args *a, int64_t b, int64_t kv_head);
 
