@@ -36,6 +36,27 @@ def test_attention_types_agree(word):
     torch.testing.assert_close(layer(x), reference(x), atol=1e-5, rtol=1e-5)
 
 
+def test_sparse_layer():
+    from atb_modules import SparseConfig, TransformerLayer
+
+    x = torch.randn(1, 50, 64)
+    sparse_config = {"mode": "sliding_window", "window_size": 8, "global_tokens": 2}
+    layer = TransformerLayer(64, 4, 16, 128, attention_type="flash_sparse", sparse_config=sparse_config)
+    same = TransformerLayer(64, 4, 16, 128, attention_type="flash", sparse_config=SparseConfig(**sparse_config))
+    same.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), same(x))
+    out, lse = atb.ops.attention(
+        torch.randn(50, 4, 16),
+        torch.randn(50, 2, 16),
+        torch.randn(50, 2, 16),
+        atb.AttentionSpec(causal=True),
+        cu_seqlens_q=torch.tensor([0, 20, 50], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 20, 50], dtype=torch.int32),
+        return_lse=True,
+    )
+    assert out.shape == (50, 4, 16) and lse.shape == (4, 50)
+
+
 def test_attention_from_projections():
     q_proj, k_proj, v_proj, o_proj = (torch.nn.Linear(32, 32) for _ in range(4))
     attention = atb.Attention.from_projections(q_proj, k_proj, v_proj, o_proj, num_heads=4)
@@ -120,7 +141,7 @@ def test_functions_refuse(call, message):
 def test_every_public_name_is_there_and_those_of_later_releases_are_not():
     for name in atb.__all__:
         assert getattr(atb, name) is not None
-    for name in ("MultiModalAttention", "SparseConfig", "OptimizationConfig", "Profiler", "LlamaRunner"):
+    for name in ("MultiModalAttention", "OptimizationConfig", "Profiler", "LlamaRunner"):
         assert not hasattr(atb, name)
 
 
