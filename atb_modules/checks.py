@@ -11,6 +11,8 @@ import torch
 #: Greatest length, position or window: what the kernels count in.
 LARGEST_COUNT = 2**31 - 1
 _LARGEST_FLOAT = sys.float_info.max
+#: Dtypes that every op computes in; torch has narrower floating ones, which are for storage alone.
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_int(name: str, value: object, least: int = 1, most: int = LARGEST_COUNT, *, optional: bool = False) -> None:
@@ -74,13 +76,34 @@ def check_tensor(name: str, value: object, what: str = "a tensor") -> None:
         raise TypeError(f"{name} is {type(value).__name__}; allowed: {what}")
 
 
+def check_floating(name: str, value: object, what: str = "a tensor", *, optional: bool = False) -> None:
+    """A dense tensor of one of the ``FLOATING`` dtypes; also None, if ``optional``."""
+    if optional:
+        if value is None:
+            return
+        what += " or None"
+    check_tensor(name, value, what)
+    assert isinstance(value, torch.Tensor)
+    if value.dtype not in FLOATING:
+        raise TypeError(
+            f"{name} is {value.dtype}; allowed: a floating dtype ({', '.join(str(d).split('.')[1] for d in FLOATING)})"
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} is a tensor of layout {value.layout}; allowed: a dense one (torch.strided)")
+
+
+def is_floating(value: object) -> bool:
+    """Whether ``check_floating`` lets it through."""
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATING and value.layout is torch.strided
+
+
 def check_parameter_dtype(dtype: object) -> None:
     """The dtype of parameters: None for torch's default, or a floating one."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r} ({type(dtype).__name__}); allowed: a floating torch.dtype or None")
-    if not dtype.is_floating_point:
+    if dtype not in FLOATING:
         raise ValueError(f"dtype is {dtype}; allowed: a floating torch.dtype or None")
 
 

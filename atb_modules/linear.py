@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.checks import check_bool, check_device, check_int, check_parameter_dtype, check_tensor
+from atb_modules.checks import (
+    check_bool,
+    check_device,
+    check_floating,
+    check_int,
+    check_parameter_dtype,
+    check_tensor,
+    is_floating,
+)
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import LinearTraits, count, under_autocast
 from atb_modules.strategies import LinearStrategy, parse_enum
@@ -27,9 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         (..., out_features) in x's dtype (under autocast, in autocast's).
     """
     for name, tensor in (("x", x), ("weight", weight)):
-        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
-            check_tensor(name, tensor)
-            raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
+        if not is_floating(tensor):
+            check_floating(name, tensor)
     shape, weight_shape, device = x.shape, weight.shape, x.device
     if len(weight_shape) != 2 or not shape:
         raise ValueError(
@@ -38,9 +45,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, strategy: s
         )
     out_features, in_features = weight_shape
     if bias is not None:
-        if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
-            check_tensor("bias", bias, "a tensor or None")
-            raise TypeError(f"bias is {bias.dtype}; allowed: a floating dtype")
+        if not is_floating(bias):
+            check_floating("bias", bias, optional=True)
         if tuple(bias.shape) != (out_features,):
             raise ValueError(
                 f"bias has shape {tuple(bias.shape)}; weight of shape {tuple(weight_shape)} takes ({out_features},)"

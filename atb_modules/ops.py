@@ -5,15 +5,19 @@ Weights here are (in, out), as the matrix products of papers write them; modules
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.qkv import split_qkv
 from atb_modules.attention.rope import rotary
+from atb_modules.checks import check_floating, check_int, check_number, check_tensor
 from atb_modules.linear import linear
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.ops_checks import check_alike, check_norm, check_product
 from atb_modules.spec import AttentionSpec
 
 __all__ = [
@@ -53,6 +57,8 @@ def fused_layernorm_matmul(
     eps: float = 1e-5,
 ) -> Tensor:
     """``layer_norm(x) @ w + bias``: x (..., in), w (in, out), bias (out,), norm_weight and norm_bias (in,)."""
+    check_product(x, w, False, bias, ("x", "w"))
+    check_norm(x, norm_weight=norm_weight, norm_bias=norm_bias)
     return matmul(layer_norm(x, norm_weight, norm_bias, eps), w, bias=bias)
 
 
@@ -60,6 +66,8 @@ def fused_rmsnorm_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, norm_weight: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
     """``rms_norm(x) @ w + bias``: x (..., in), w (in, out), bias (out,), norm_weight (in,)."""
+    check_product(x, w, False, bias, ("x", "w"))
+    check_norm(x, norm_weight=norm_weight)
     return matmul(rms_norm(x, norm_weight, eps), w, bias=bias)
 
 
@@ -94,17 +102,28 @@ def fused_attention(
     if inv_scale is not None:
         if scale is not None:
             raise ValueError(f"scale is {scale} and inv_scale {inv_scale}; give one of them")
-        if inv_scale == 0:
-            raise ValueError("inv_scale is 0; allowed: a number other than 0")
+        check_number("inv_scale", inv_scale, "a number other than 0, whose inverse is finite", _has_inverse)
         scale = 1.0 / inv_scale
     if k_layout == "bhds":
+        check_tensor("k", k, "a tensor (batch, kv_heads, head_dim, kv_len)")
+        if k.dim() != 4:
+            raise ValueError(
+                f"k has shape {tuple(k.shape)}; k_layout 'bhds' allows 4 axes (batch, kv_heads, head_dim, kv_len)"
+            )
         k = k.transpose(-1, -2)
     out, _ = attention(q, k, v, AttentionSpec(causal=causal, scale=scale), mask=mask, strategy=strategy)
     return out
 
 
+def _has_inverse(number: float) -> bool:
+    return number != 0 and math.isfinite(1.0 / number)
+
+
 def silu_matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, *, gate: Tensor | None = None) -> Tensor:
     """``silu(x) @ w + bias``, or ``(silu(gate) * x) @ w + bias`` with a gate of x's shape; w is (in, out)."""
+    check_product(x, w, False, bias, ("x", "w"))
+    if gate is not None:
+        check_alike("gate", gate, "x", x)
     hidden = activation(x, "silu") if gate is None else gated_activation(gate, x, "silu")
     return matmul(hidden, w, bias=bias)
 
@@ -118,7 +137,14 @@ def fused_mlp(x: Tensor, gate_w: Tensor | None, up_w: Tensor, down_w: Tensor, *,
         down_w: (intermediate, hidden).
         kind: "silu", "gelu", "gelu_tanh" or "relu2".
     """
+    check_product(x, up_w, False, None, ("x", "up_w"))
+    if gate_w is not None:
+        check_product(x, gate_w, False, None, ("x", "gate_w"))
+        if gate_w.shape != up_w.shape:
+            raise ValueError(f"gate_w has shape {tuple(gate_w.shape)}; up_w has {tuple(up_w.shape)}, must be equal")
+    check_floating("down_w", down_w)
     up = matmul(x, up_w)
+    check_product(up, down_w, False, None, ("x @ up_w", "down_w"))
     hidden = activation(up, kind) if gate_w is None else gated_activation(matmul(x, gate_w), up, kind)
     return matmul(hidden, down_w)
 
@@ -131,13 +157,16 @@ def matmul(a: Tensor, b: Tensor, trans_b: bool = False, *, bias: Tensor | None =
     Args:
         a: (..., n, k).
         b: (k, m) or (..., k, m); with trans_b (m, k) or (..., m, k).
+        bias: (m,); where b has more than two axes, also what broadcasts to the product.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not go together.
     """
-    if b.dim() < 2 or a.dim() < 1:
-        raise ValueError(f"a has {a.dim()} axes and b {b.dim()}; allowed: at least 1 and 2")
+    check_product(a, b, trans_b, bias, ("a", "b"))
     if b.dim() == 2:
         return linear(a, b if trans_b else b.t(), bias)
     product = torch.matmul(a, b.transpose(-1, -2) if trans_b else b)
-    return product if bias is None else product + bias
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 def split_heads(qkv: Tensor, num_heads: int, *, num_kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,9 +174,12 @@ def split_heads(qkv: Tensor, num_heads: int, *, num_kv_heads: int | None = None)
 
     Returns q (batch, num_heads, seq, head_dim), k and v (batch, num_kv_heads, seq, head_dim); views.
     """
+    check_tensor("qkv", qkv, "a tensor (batch, seq, (num_heads + 2 * num_kv_heads) * head_dim)")
+    check_int("num_heads", num_heads)
+    check_int("num_kv_heads", num_kv_heads, optional=True)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     heads = num_heads + 2 * num_kv_heads
-    if qkv.dim() != 3 or num_heads < 1 or qkv.shape[-1] % heads:
+    if qkv.dim() != 3 or not qkv.shape[-1] or qkv.shape[-1] % heads:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}; allowed: (batch, seq, a multiple of {heads} heads)")
     q, k, v = split_qkv(qkv, num_heads, num_kv_heads, qkv.shape[-1] // heads)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -155,6 +187,8 @@ def split_heads(qkv: Tensor, num_heads: int, *, num_kv_heads: int | None = None)
 
 def merge_heads(x: Tensor, num_heads: int) -> Tensor:
     """(batch, num_heads, seq, head_dim) -> (batch, seq, num_heads * head_dim)."""
+    check_tensor("x", x, "a tensor (batch, num_heads, seq, head_dim)")
+    check_int("num_heads", num_heads)
     if x.dim() != 4 or x.shape[1] != num_heads:
         raise ValueError(f"x has shape {tuple(x.shape)}; allowed: (batch, {num_heads}, seq, head_dim)")
     return x.transpose(1, 2).flatten(-2)
@@ -162,6 +196,9 @@ def merge_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Softmax over ``axis``, statistics in float32; a slice of nothing but -inf gives 0 and not NaN."""
+    check_floating("x", x)
+    axes = max(x.dim(), 1)
+    check_int("axis", axis, -axes, axes - 1)
     compute = torch.promote_types(x.dtype, torch.float32)
     empty = (x == float("-inf")).all(dim=axis, keepdim=True)
     wide = x.to(compute).masked_fill(empty, 0.0)

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.attention.rope_scaling import RotaryScaling, attention_factor, scaled_frequencies
-from atb_modules.checks import check_int, check_number, check_tensor, check_type, numbers
+from atb_modules.checks import (
+    check_bool,
+    check_floating,
+    check_int,
+    check_number,
+    check_tensor,
+    check_type,
+    is_floating,
+    numbers,
+)
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import RotaryTraits, count
 from atb_modules.strategies import RotaryStrategy, parse_enum
@@ -163,9 +172,10 @@ def rotary(
     """
     layout = parse_enum(RotaryLayout, layout, "layout")
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
-            check_tensor(name, tensor)
-            raise TypeError(f"{name} is {tensor.dtype}; allowed: a floating dtype")
+        if not is_floating(tensor):
+            check_floating(name, tensor)
+    if overwrite is not True and overwrite is not False:
+        check_bool("overwrite", overwrite)
     if x.dim() < 3 or cos.dim() < 2:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; allowed: (..., tokens, heads, head_dim) and "

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from atb_modules.checks import check_tensor
+from atb_modules.checks import check_floating, check_tensor
 from atb_modules.spec import AttentionSpec
 
 
@@ -40,9 +40,7 @@ def check_rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"q is {q.dtype} {tuple(q.shape)}; k is {k.dtype} {tuple(k.shape)}, they must be equal but for the heads"
         )
     for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, "a tensor (tokens, rotary_dim / 2)")
-        if not table.dtype.is_floating_point:
-            raise TypeError(f"{name} is {table.dtype}; allowed: a floating dtype")
+        check_floating(name, table, "a tensor (tokens, rotary_dim / 2)")
         if table.device != k.device:
             raise ValueError(f"{name} is on {table.device}; k is on {k.device}, they must be equal")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0] or 2 * cos.shape[1] > k.shape[2]:

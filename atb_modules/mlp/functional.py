@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.checks import check_tensor
+from atb_modules.checks import check_bool, check_floating, is_floating
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.torch.mlp import activation_torch
 from atb_modules.kernels.traits import ActivationTraits, count
@@ -26,11 +26,11 @@ def gated_activation(
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
-        check_tensor("gate", gate)
-        check_tensor("up", up)
-    if not gate.dtype.is_floating_point:
-        raise TypeError(f"gate is {gate.dtype}; allowed: a floating dtype")
+    if not (is_floating(gate) and is_floating(up)):
+        check_floating("gate", gate)
+        check_floating("up", up)
+    if overwrite is not True and overwrite is not False:
+        check_bool("overwrite", overwrite)
     shape, device = gate.shape, gate.device
     if shape != up.shape:
         raise ValueError(f"gate has shape {tuple(shape)}; up has {tuple(up.shape)}, they must be equal")
@@ -59,7 +59,5 @@ def activation(x: Tensor, kind: str) -> Tensor:
     """The plain activation: "silu", "gelu", "gelu_tanh" or "relu2" (torch's own kernels are at the limit here)."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    check_tensor("x", x)
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"x is {x.dtype}; allowed: a floating dtype")
+    check_floating("x", x)
     return activation_torch(x, kind)

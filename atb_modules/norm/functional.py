@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.checks import check_number, check_tensor
+from atb_modules.checks import check_bool, check_floating, check_number, is_floating
 from atb_modules.kernels.registry import Kernel, resolve
 from atb_modules.kernels.traits import NormTraits, count, under_autocast
 
@@ -28,6 +28,7 @@ def rms_norm(
     multiplies them, as Llama does; otherwise all is float32 with one rounding at the end.
     """
     _check_eps(eps, weight_offset)
+    _check_bools(cast_first)
     kernel, _ = _resolve("rms_norm", x, None, (weight,), strategy)
     return kernel.function(_input(kernel, x), weight, eps, weight_offset, cast_first)
 
@@ -48,6 +49,7 @@ def add_rms_norm(
     ``overwrite`` lets the sum take x's memory, where no gradient is recorded.
     """
     _check_eps(eps, weight_offset)
+    _check_bools(cast_first, overwrite)
     x, residual = _autocast(x, residual)
     kernel, traits = _resolve("add_rms_norm", x, residual, (weight,), strategy)
     function = kernel.choose_function(overwrite, traits)
@@ -91,6 +93,12 @@ def _check_eps(eps: float, weight_offset: float = 0.0) -> None:
         check_number("weight_offset", weight_offset)
 
 
+def _check_bools(cast_first: bool, overwrite: bool = False) -> None:
+    if type(cast_first) is not bool or type(overwrite) is not bool:
+        check_bool("cast_first", cast_first)
+        check_bool("overwrite", overwrite)
+
+
 def _autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Under autocast a branch comes back in half precision while the residual stream is float32: the wider of both."""
     if not isinstance(x, Tensor) or not isinstance(residual, Tensor):
@@ -108,16 +116,16 @@ def _input(kernel: Kernel, x: Tensor) -> Tensor:
 def _resolve(
     op: str, x: Tensor, residual: Tensor | None, parameters: tuple[Tensor | None, ...], strategy: str
 ) -> tuple[Kernel, NormTraits]:
-    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-        check_tensor("x", x, "a floating tensor")
-        raise TypeError(f"x is {x.dtype}; allowed: a floating tensor")
+    if not is_floating(x):
+        check_floating("x", x, "a floating tensor")
     shape, device = x.shape, x.device
     if not shape:
         raise ValueError("x has no axis; allowed: at least one, the last is normalised")
     width = shape[-1]
-    if residual is not None:
-        if not isinstance(residual, Tensor):
-            check_tensor("residual", residual, "a floating tensor")
+    if op.startswith("add_"):
+        if not is_floating(residual):
+            check_floating("residual", residual, "a floating tensor")
+        assert residual is not None
         if residual.shape != shape:
             raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(shape)}, they must be equal")
         if residual.dtype != x.dtype:
@@ -127,9 +135,8 @@ def _resolve(
     for name, parameter in zip(("weight", "bias"), parameters, strict=False):
         if parameter is None:
             continue
-        if not isinstance(parameter, Tensor) or not parameter.dtype.is_floating_point:
-            check_tensor(name, parameter, "a floating tensor or None")
-            raise TypeError(f"{name} is {parameter.dtype}; allowed: a floating dtype")
+        if not is_floating(parameter):
+            check_floating(name, parameter, "a floating tensor", optional=True)
         if tuple(parameter.shape) != (width,):
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; x of width {width} allows ({width},)")
         if parameter.device != device:
