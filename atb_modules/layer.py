@@ -21,7 +21,7 @@ from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCache
 from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
-from atb_modules.layer_options import attention_options
+from atb_modules.layer_options import attention_options, check_across
 from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
 from atb_modules.norm import NormConfig, build_norm
@@ -214,7 +214,7 @@ class TransformerLayer(nn.Module):
             cache = self._cache(hidden_states)
         no_grad = self.mode is LayerMode.INFERENCE or cache is not None
         with torch.no_grad() if no_grad else contextlib.nullcontext(), self._refusals(cache, cache_step):
-            self._check_inputs(hidden_states, encoder_hidden_states)
+            self._check_inputs(hidden_states, encoder_hidden_states, encoder_attention_mask)
             options: dict[str, Any] = {
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
@@ -262,14 +262,18 @@ class TransformerLayer(nn.Module):
             return mixed.add_(x)
         return x + mixed
 
-    def _check_inputs(self, x: Tensor, encoder_hidden_states: Tensor | tuple[Tensor, Tensor] | None) -> None:
+    def _check_inputs(
+        self, x: Tensor, states: Tensor | tuple[Tensor, Tensor] | None, encoder_mask: Tensor | None
+    ) -> None:
         if x.dim() not in (2, 3):
             raise ValueError(f"hidden_states has shape {tuple(x.shape)}; allowed: (batch, seq, {self.hidden_size})")
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden_states has {x.shape[-1]} channels; this layer takes {self.hidden_size}")
-        if (encoder_hidden_states is not None) != (self.layer_type is LayerType.CROSS_DECODER):
-            wanted = "needs" if self.layer_type is LayerType.CROSS_DECODER else "takes no"
-            raise ValueError(f"layer_type is {self.layer_type.value!r}, which {wanted} encoder_hidden_states")
+        if self.layer_type is LayerType.CROSS_DECODER:
+            check_across(self.cross_attention, x, states, encoder_mask)
+        elif states is not None or encoder_mask is not None:
+            name = "encoder_hidden_states" if states is not None else "encoder_attention_mask"
+            raise ValueError(f"layer_type is {self.layer_type.value!r}, which takes no {name}")
 
     def _cache(self, x: Tensor) -> KVCacheManager:
         """The layer's cache, which it makes where it has none."""

@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from atb_modules.attention import AttentionConfig, SparseConfig
+from torch import Tensor, nn
+
+from atb_modules.attention import Attention, AttentionConfig, SparseConfig
+from atb_modules.attention.checking import check_key_values
+from atb_modules.attention.masking import check_mask
+from atb_modules.attention.qkv import SeparateQKV, in_features
 from atb_modules.norm import NormConfig
 
 
@@ -36,3 +41,17 @@ def attention_options(
     if bias:
         changes.update(qkv_bias=True, out_bias=True)
     return dataclasses.replace(config, **changes)
+
+
+def check_across(attention: nn.Module, hidden_states: Tensor, states: Any, mask: Any) -> None:
+    """Raises where a cross decoder's encoder_hidden_states or encoder_attention_mask do not go with hidden_states."""
+    if states is None:
+        raise ValueError("layer_type is 'cross_decoder', which needs encoder_hidden_states")
+    if type(attention) is not Attention or hidden_states.dim() != 3:
+        return  # a module of the user's own takes what it takes; packed tokens are refused with what they lack
+    assert isinstance(attention.qkv, SeparateQKV)
+    width = in_features(attention.qkv.k_proj)
+    sizes = attention.num_kv_heads, attention.head_dim
+    check_key_values(states, hidden_states, *sizes, width, "encoder_hidden_states")
+    keys = states if isinstance(states, Tensor) else states[0]
+    check_mask("encoder_attention_mask", mask, hidden_states, keys.shape[1], attention.num_heads)

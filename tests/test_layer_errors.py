@@ -142,3 +142,55 @@ def test_shapes_that_a_cached_call_refuses(shape):
         layer(torch.randn(shape), use_cache=True)
     layer(torch.randn(2, 3, 32), use_cache=True)
     assert layer.kv_cache_manager.lengths == (3, 3)
+
+
+@pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
+def test_layers_without_another_sequence_take_no_mask_of_one(layer_type):
+    layer = TransformerLayer(32, 4, layer_type=layer_type)
+    with pytest.raises(ValueError, match=f"layer_type is '{layer_type}', which takes no encoder_attention_mask"):
+        layer(torch.randn(2, 3, 32), encoder_attention_mask=torch.ones(2, 3))
+
+
+OTHER = torch.randn(2, 5, 32)
+
+
+@pytest.mark.parametrize(
+    ("states", "mask", "error", "message"),
+    [
+        ([1, 2, 3], None, TypeError, "encoder_hidden_states is list; allowed: a tensor"),
+        (OTHER[0], None, ValueError, r"encoder_hidden_states has shape \(5, 32\); allowed: \(2, seq, 32\)"),
+        (OTHER[:1], None, ValueError, r"encoder_hidden_states has shape \(1, 5, 32\)"),
+        (OTHER[..., :7], None, ValueError, r"encoder_hidden_states has shape \(2, 5, 7\); allowed: \(2, seq, 32\)"),
+        (OTHER.long(), None, TypeError, "encoder_hidden_states is torch.int64; allowed: a floating dtype"),
+        (OTHER.to("meta"), None, ValueError, "encoder_hidden_states is on meta; hidden_states is on cpu"),
+        ((OTHER, OTHER), None, ValueError, "encoder_hidden_states' keys have shape"),
+        (
+            (OTHER.view(2, 5, 4, 8), OTHER.view(2, 5, 4, 8)[:, :4]),
+            None,
+            ValueError,
+            "encoder_hidden_states' keys have 5 tokens and values 4",
+        ),
+        (OTHER, [[1] * 5] * 2, TypeError, "encoder_attention_mask is list; allowed: a tensor or None"),
+        (OTHER, torch.ones(2, 4), ValueError, r"encoder_attention_mask has shape \(2, 4\); allowed: .*\(2, 5\)"),
+        (OTHER, torch.ones(5), ValueError, r"encoder_attention_mask has shape \(5,\)"),
+        (OTHER, torch.ones(2, 5), TypeError, "encoder_attention_mask is torch.float32 with 2 axes"),
+        (OTHER, torch.ones(2, 3, 4), ValueError, r"encoder_attention_mask has shape \(2, 3, 4\)"),
+        (OTHER, torch.ones(2, 3, 3, 5), ValueError, r"encoder_attention_mask has shape \(2, 3, 3, 5\)"),
+        (OTHER, torch.ones(2, 5).bool().to("meta"), ValueError, "encoder_attention_mask is on meta"),
+    ],
+)
+def test_errors_of_the_other_sequence_name_the_argument_of_the_layer(states, mask, error, message):
+    layer = TransformerLayer(32, 4, layer_type="cross_decoder", attention_type="sdpa")
+    with pytest.raises(error, match=message):
+        layer(torch.randn(2, 3, 32), encoder_hidden_states=states, encoder_attention_mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1, 5), (2, 3, 5), (2, 1, 1, 5), (1, 4, 3, 5)])
+def test_masks_of_the_other_sequence(shape):
+    layer = TransformerLayer(32, 4, layer_type="cross_decoder", attention_type="sdpa")
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[..., -1] = False
+    x, changed = torch.randn(2, 3, 32), OTHER.clone()
+    changed[:, -1] = 9.0
+    out = layer(x, encoder_hidden_states=OTHER, encoder_attention_mask=mask)
+    torch.testing.assert_close(layer(x, encoder_hidden_states=changed, encoder_attention_mask=mask), out)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
 from atb_modules.attention.cache.refusal import check_heads
 from atb_modules.attention.config import AttentionConfig
 from atb_modules.attention.rope import INTEGERS, RotaryConfig
-from atb_modules.checks import check_bool, check_int, check_tensor, check_type
+from atb_modules.checks import check_bool, check_floating, check_int, check_tensor, check_type
 from atb_modules.spec import AttentionSpec
 
 
@@ -83,26 +85,44 @@ def check_positions(position_ids: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; allowed: {words}, one a token")
 
 
-def check_key_values(key_value_states: object, batch: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raises unless key_value_states is (batch, seq, channels), or a pair of keys and values of such heads."""
-    if isinstance(key_value_states, Tensor):
-        if key_value_states.dim() != 3 or key_value_states.shape[0] != batch:
-            raise ValueError(
-                f"key_value_states has shape {tuple(key_value_states.shape)}; allowed: ({batch}, seq, kv_hidden_size)"
-            )
-        return
-    if not isinstance(key_value_states, (tuple, list)) or len(key_value_states) != 2:
+def check_key_values(
+    states: Any,
+    hidden_states: Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    width: int | None = None,
+    name: str = "key_value_states",
+) -> None:
+    """Raises unless ``states``, the argument ``name``, goes with hidden_states as the other sequence.
+
+    It is (batch, seq, channels), ``width`` of them where that is known, or a pair of keys and values of such heads.
+    """
+    batch = hidden_states.shape[0]
+    parts: dict[str, Any] = {name: states}
+    if isinstance(states, Tensor):
+        channels = "kv_hidden_size" if width is None else str(width)
+        if states.dim() != 3 or states.shape[0] != batch or width not in (None, states.shape[2]):
+            raise ValueError(f"{name} has shape {tuple(states.shape)}; allowed: ({batch}, seq, {channels})")
+    elif not isinstance(states, (tuple, list)) or len(states) != 2:
         raise TypeError(
-            f"key_value_states is {type(key_value_states).__name__}; allowed: a tensor (batch, seq, kv_hidden_size), "
-            "or the pair that project_keys_values returned"
+            f"{name} is {type(states).__name__}; allowed: a tensor (batch, seq, kv_hidden_size), or the pair that "
+            "project_keys_values returned"
         )
-    for name, part in zip(("keys", "values"), key_value_states, strict=True):
-        check_tensor(f"key_value_states' {name}", part, f"a tensor (batch, seq, {num_kv_heads}, {head_dim})")
-        if part.dim() != 4 or part.shape[0] != batch or tuple(part.shape[2:]) != (num_kv_heads, head_dim):
-            raise ValueError(
-                f"key_value_states' {name} have shape {tuple(part.shape)}; allowed: ({batch}, seq, {num_kv_heads}, "
-                f"{head_dim})"
-            )
+    else:
+        parts = dict(zip((f"{name}' keys", f"{name}' values"), states, strict=True))
+        for what, part in parts.items():
+            check_tensor(what, part, f"a tensor (batch, seq, {num_kv_heads}, {head_dim})")
+            if part.dim() != 4 or part.shape[0] != batch or tuple(part.shape[2:]) != (num_kv_heads, head_dim):
+                raise ValueError(
+                    f"{what} have shape {tuple(part.shape)}; allowed: ({batch}, seq, {num_kv_heads}, {head_dim})"
+                )
+        keys, values = states
+        if keys.shape[1] != values.shape[1]:
+            raise ValueError(f"{name}' keys have {keys.shape[1]} tokens and values {values.shape[1]}; must be equal")
+    for what, part in parts.items():
+        check_floating(what, part)
+        if part.device != hidden_states.device:
+            raise ValueError(f"{what} is on {part.device}; hidden_states is on {hidden_states.device}")
 
 
 def check_rotary_tables(rotary_tables: object, tokens: int | None = None) -> None:

@@ -36,6 +36,26 @@ def expand_mask(attention_mask: Tensor | None, batch: int, kv_len: int) -> Tenso
     return attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
 
 
+def check_mask(name: str, mask: object, hidden_states: Tensor, kv_len: int, num_heads: int) -> None:
+    """Raises unless ``mask``, the argument ``name``, is None or what ``expand_mask`` takes for this call."""
+    if mask is None:
+        return
+    check_tensor(name, mask, "a tensor or None")
+    assert isinstance(mask, Tensor)
+    batch, q_len = hidden_states.shape[:2]
+    full = {2: (batch, kv_len), 3: (batch, q_len, kv_len), 4: (batch, num_heads, q_len, kv_len)}.get(mask.dim())
+    fits = full is not None and all(have in (1, want) for have, want in zip(mask.shape, full, strict=True))
+    if not fits or (mask.dim() == 2 and tuple(mask.shape) != full):
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}; allowed: a padding mask ({batch}, {kv_len}), or what broadcasts to "
+            f"({batch}, {q_len}, {kv_len}) or ({batch}, {num_heads}, {q_len}, {kv_len})"
+        )
+    if mask.dtype.is_complex or (mask.dtype.is_floating_point and mask.dim() == 2):
+        raise TypeError(f"{name} is {mask.dtype} with {mask.dim()} axes; a padding mask is bool or integer 0/1")
+    if mask.device != hidden_states.device:
+        raise ValueError(f"{name} is on {mask.device}; hidden_states is on {hidden_states.device}")
+
+
 def pack_padded(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int], Tensor]:
     """Real tokens of (batch, seq, hidden), one row after the other.
 

@@ -255,7 +255,7 @@ class Attention(nn.Module):
         key_value_states: Tensor | tuple[Tensor, Tensor],
     ) -> Tensor:
         check_call(hidden_states, (3,))
-        check_key_values(key_value_states, hidden_states.shape[0], self.num_kv_heads, self.head_dim)
+        check_key_values(key_value_states, hidden_states, self.num_kv_heads, self.head_dim)
         q = self.qkv.queries(hidden_states)
         if self.q_norm is not None:
             q = self.q_norm(q)
