@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,12 @@ def check_type(name: str, value: object, kind: type, *, optional: bool = False) 
 def check_tensor(name: str, value: object, what: str = "a tensor") -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is {type(value).__name__}; allowed: {what}")
+
+
+def check_path(name: str, value: object) -> None:
+    """A str or what stands for a path (``pathlib.Path``)."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} is {value!r:.80} ({type(value).__name__}); allowed: a str or pathlib.Path")
 
 
 def check_floating(name: str, value: object, what: str = "a tensor", *, optional: bool = False) -> None:

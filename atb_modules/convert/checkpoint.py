@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.attention.rope import RotaryLayout, convert_rotary_weight
+from atb_modules.checks import check_path
 from atb_modules.models.config import ModelConfig
 
 from .families import families_text, family_of_gguf, family_of_model_type
@@ -139,6 +140,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         ValueError: unknown architecture, a missing or wrong key, a missing tensor, a damaged file; the
             message names the file, and the key or tensor.
     """
+    check_path("path", path)
     path = Path(path)
     if path.is_dir():
         return _open_directory(path)
@@ -160,7 +162,7 @@ def _open_directory(path: Path) -> Checkpoint:
             f"model_type {model_type!r} ({', '.join(map(str, architectures))}) is not supported; "
             f"allowed: {families_text()}"
         )
-    config = _stretched(_named(source, lambda: family.config(source)))
+    config = _named(source, lambda: _stretched(family.config(source)))
     generation = path / "generation_config.json"
     if generation.exists():
         more = ConfigSource(_read_json(generation), str(generation)).token_ids("eos_token_id")
@@ -193,7 +195,11 @@ def _named(source: ConfigSource, read: Callable[[], ModelConfig]) -> ModelConfig
 def _stretched(config: ModelConfig) -> ModelConfig:
     """Dynamic NTK takes max_position_embeddings for the trained length and serves `factor` times as many."""
     factors = [entry.scaling.factor for entry in config.rotary if entry.scaling and entry.scaling.kind == "dynamic"]
-    return replace(config, max_positions=int(config.max_positions * max(1.0, *factors))) if factors else config
+    return (
+        replace(config, max_positions=int(min(config.max_positions * max(1.0, *factors), 2.0**62)))
+        if factors
+        else config
+    )
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -222,7 +228,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     wanted = [*canonical_names(replace(config, tie_word_embeddings=True)), "lm_head.weight"]
     stored = {name: gguf_name(family, name) for name in wanted}
     if _FREQUENCIES in tensors.infos:
-        config = _with_frequencies(config, tensors)
+        read = config
+        config = _named(source, lambda: _with_frequencies(read, tensors))
     return GGUFCheckpoint(path, family, config, tensors, stored, known=(_FREQUENCIES,))
 
 

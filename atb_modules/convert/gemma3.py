@@ -55,7 +55,7 @@ def gemma3_config(source: ConfigSource) -> ModelConfig:
         output_bias=bias,
         mlp_type=source.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
         norm_placement="sandwich",
-        attention_scale=source.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=source.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=source.optional_number("attn_logit_softcapping"),
         logit_softcap=source.optional_number("final_logit_softcapping"),
         embedding_scale=math.sqrt(hidden_size),

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atb_modules.checks import LARGEST_COUNT
+
 MAX_LAYERS = 10_000
 
 
@@ -64,6 +66,13 @@ class ConfigSource:
             raise self.error(f"{key} is {value!r:.40}; allowed: a finite number")
         return float(value)
 
+    def positive(self, key: str, default: float) -> float:
+        """A number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.error(f"{key} is {value}; allowed: a positive number")
+        return value
+
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if self.has(key) else None
 
@@ -106,8 +115,10 @@ class ConfigSource:
             return ()
         ids = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise self.error(f"{key} is {value!r}; allowed: a token id or a list of token ids")
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= LARGEST_COUNT:
+                raise self.error(
+                    f"{key} is {value!r:.200}; allowed: a token id or a list of token ids, each of 0 to {LARGEST_COUNT}"
+                )
         return tuple(ids)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from atb_modules.attention import AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, RotaryEmbedding
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.attention.masking import pack_padded, unpack_padded
-from atb_modules.checks import check_parameter_dtype, check_type
+from atb_modules.checks import check_bool, check_device, check_parameter_dtype, check_type
 from atb_modules.inference.fitting import check_cache
 from atb_modules.inference.generation import generate
 from atb_modules.layer import LayerMode, TransformerLayer
@@ -22,9 +22,9 @@ from atb_modules.norm import NormConfig, RMSNorm
 from atb_modules.strategies import parse_enum
 
 from .config import InferenceConfig, ModelConfig
+from .inputs import IGNORED, check_beside_ids, check_ids, check_position_ids
 from .output import ModelOutput
 
-_INTEGERS = (torch.int64, torch.int32)
 RotaryTables = dict[RotaryConfig, tuple[Tensor, Tensor]]
 
 
@@ -55,6 +55,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         check_type("config", config, ModelConfig)
+        check_device(device)
         check_parameter_dtype(dtype)
         self.config = config
         self.mode = parse_enum(LayerMode, mode, "mode")
@@ -134,6 +135,7 @@ class DecoderModel(nn.Module):
 
         With `evict`, windowed layers give back the pages that no later token can see.
         """
+        check_bool("evict", evict)
         config = self.config
         return KVCacheManager(
             config.max_positions if max_seq_len is None else max_seq_len,
@@ -167,33 +169,30 @@ class DecoderModel(nn.Module):
                 on.
             past_key_values: append to this cache and attend to all of it; its open sequences are the rows.
                 Opened with B empty sequences when none are open. Such a call is not differentiable.
-            labels: integers (B, L), -100 = ignored; token i is predicted from those before it.
+            labels: int64 or int32 (B, L), ids or -100 = ignored; token i is predicted from those before it.
 
         Raises:
             ValueError, TypeError: wrong shape or dtype, ids past the vocabulary, more tokens or positions than
                 `max_positions`, a batch that is not the cache's, a cache that does not fit the model. A call
                 that raises leaves the cache as it was.
         """
-        _check_ids("input_ids", input_ids, self.config.vocab_size)
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; input_ids has {tuple(input_ids.shape)}"
-            )
+        check_ids("input_ids", input_ids, self.config.vocab_size)
+        check_beside_ids(input_ids, attention_mask, labels, self.config.vocab_size)
         if past_key_values is not None:
             check_cache("past_key_values", past_key_values, self.config, self.device)
         if position_ids is not None:
             limit = self.config.max_positions
             limit = limit if past_key_values is None else max(limit, past_key_values.max_seq_len)
-            _check_position_ids(position_ids, input_ids.shape, attention_mask, limit)
+            check_position_ids(position_ids, input_ids.shape, attention_mask, limit)
         if past_key_values is not None:
             logits = self._forward_cached(input_ids, attention_mask, position_ids, past_key_values)
         else:
             logits = self._forward_dense(input_ids, attention_mask, position_ids)
         loss = None
         if labels is not None:
-            if labels.shape != input_ids.shape:
-                raise ValueError(f"labels has shape {tuple(labels.shape)}; input_ids has {tuple(input_ids.shape)}")
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().long(), ignore_index=IGNORED
+            )
         return ModelOutput(logits, loss, past_key_values)
 
     def _forward_dense(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
@@ -278,37 +277,3 @@ def _fill_tied_head(model: DecoderModel, state_dict: dict[str, Tensor], prefix: 
     embed = prefix + "embed.weight"
     if model.config.tie_word_embeddings and embed in state_dict:
         state_dict.setdefault(prefix + "lm_head.weight", state_dict[embed])
-
-
-def _check_position_ids(positions: Tensor, shape: torch.Size, attention_mask: Tensor | None, limit: int) -> None:
-    """Raises unless `positions` are integers for (B, L) whose real ones are below `limit`."""
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"position_ids must be a Tensor, got {type(positions).__name__}")
-    if positions.dtype not in _INTEGERS:
-        raise ValueError(f"position_ids is {positions.dtype}; allowed: int64, int32")
-    fits = positions.dim() <= 2 and all(a in (1, b) for a, b in zip(positions.shape[::-1], shape[::-1], strict=False))
-    if not fits:
-        raise ValueError(f"position_ids has shape {tuple(positions.shape)}; input_ids has {tuple(shape)}")
-    if torch.compiler.is_compiling() or positions.device.type != "cpu":
-        return
-    if attention_mask is not None:
-        positions = positions.expand(shape)[attention_mask != 0]
-    if not positions.numel():
-        return
-    low, high = int(positions.min()), int(positions.max())
-    if low < 0 or high >= limit:
-        raise ValueError(
-            f"position_ids has positions from {low} to {high}; allowed: 0 to max_positions - 1 = {limit - 1}"
-        )
-
-
-def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
-    if ids.dim() != 2 or ids.dtype not in _INTEGERS:
-        raise ValueError(f"{name} must be int64 or int32 (batch, seq), got {ids.dtype} {tuple(ids.shape)}")
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name} has ids from {low} to {high}; vocab_size is {vocab_size}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from atb_modules.checks import check_path
 from atb_modules.convert.checkpoint import Checkpoint, open_checkpoint
 from atb_modules.layer import LayerMode
 
@@ -40,6 +41,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> Decoder
         ValueError: a dtype that is not floating.
         FileNotFoundError, ValueError: see `atb_modules.convert.open_checkpoint`.
     """
+    check_path("path", path)
     check_dtype(dtype, torch.float64)
     return _load(open_checkpoint(path), LayerMode.TRAIN, dtype, "flash")
 
@@ -48,6 +50,7 @@ def load_inference_model(path: str | Path, config: InferenceConfig | None = None
     """The model of a checkpoint for generating: no gradients, options in `config`; the rest as
     `load_model`.
     """
+    check_path("path", path)
     config = InferenceConfig() if config is None else config
     if not isinstance(config, InferenceConfig):
         raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atb_modules.checks import check_path, check_type
 from atb_modules.convert.families import FAMILIES
 from atb_modules.convert.family import hf_name
 
@@ -24,6 +25,7 @@ def family_state_dict(model: DecoderModel) -> dict[str, Tensor]:
     Raises:
         ValueError: `model.config.family` is not one of `atb_modules.convert.FAMILIES`.
     """
+    check_type("model", model, DecoderModel)
     name = model.config.family
     if name not in FAMILIES:
         raise ValueError(f"config.family is {name!r}; allowed: {', '.join(FAMILIES)}")
@@ -40,6 +42,8 @@ def save_model(model: DecoderModel, directory: str | Path) -> Path:
         ValueError: the configuration has something that a config.json of the family cannot express, or an index
             of other weights files is in the directory. Nothing is written then.
     """
+    check_type("model", model, DecoderModel)
+    check_path("directory", directory)
     directory = Path(directory)
     index = directory / "model.safetensors.index.json"
     if index.exists():
