@@ -37,13 +37,16 @@ def explain(what: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explan
     nothing; ``explain(layer, x)`` runs a module or function once, without gradients, and tells every choice inside.
 
     Raises:
-        ValueError: for an op that is not there, or arguments that the op itself refuses.
+        ValueError, TypeError: for an op that is not there, something else than a name, module or function, or
+            arguments that the op itself refuses.
     """
     if isinstance(what, str):
         if what not in OP_FAMILIES or not hasattr(ops, what):
             allowed = ", ".join(op for op in OP_FAMILIES if hasattr(ops, op))
             raise ValueError(f"op is {what!r}; allowed: {allowed}, or a module or function with its arguments")
         return explain_call(getattr(ops, what), *args, **kwargs)
+    if not callable(what):
+        raise TypeError(f"what is {what!r:.80} ({type(what).__name__}); allowed: an op's name, a module or a function")
     with record_choices() as choices, torch.no_grad():
         what(*args, **kwargs)
     return Explanations(tuple(choices.values()))

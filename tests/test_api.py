@@ -138,6 +138,12 @@ def test_functions_refuse(call, message):
         call(torch.randn(1, 2, 3, 8))
 
 
+@pytest.mark.parametrize("what", [None, 3, torch.zeros(2)])
+def test_only_names_and_callables_are_explained(what):
+    with pytest.raises(TypeError, match="what is .*; allowed: an op's name, a module or a function"):
+        atb.explain(what, torch.zeros(2))
+
+
 def test_every_public_name_is_there_and_those_of_later_releases_are_not():
     for name in atb.__all__:
         assert getattr(atb, name) is not None

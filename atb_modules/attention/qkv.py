@@ -88,8 +88,15 @@ def convert_qkv_weight(
     check_tensor("weight", weight, "a tensor (channels, in) or (channels,)")
     if weight.dim() not in (1, 2):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed: (channels, in) or (channels,)")
-    moved = weight.movedim(0, -1)
-    parts = split_qkv(moved, num_heads, num_kv_heads, head_dim, source)
+    layout = checked_layout("source", source, num_heads, num_kv_heads)
+    check_int("head_dim", head_dim)
+    channels = (num_heads + 2 * num_kv_heads) * head_dim
+    if weight.shape[0] != channels:
+        raise ValueError(
+            f"weight has {weight.shape[0]} output channels; {num_heads} heads and twice {num_kv_heads} kv heads of "
+            f"{head_dim} make {channels}"
+        )
+    parts = _split(weight.movedim(0, -1), num_heads, num_kv_heads, head_dim, layout)
     return torch.cat([part.flatten(-2) for part in parts], dim=-1).movedim(-1, 0).contiguous()
 
 

@@ -93,6 +93,10 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"frequency_factors has {len(factors)} numbers; allowed: {self.rotary_dim // 2}")
         scaling = self.config.scaling
         self.attention_factor = attention_factor(scaling)
+        if not self.attention_factor <= torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"scaling is {scaling}: cos and sin times {self.attention_factor}; allowed: a factor finite in float32"
+            )
         self.depends_on_length = scaling is not None and scaling.depends_on_length
         short = self._checked_frequencies(1)
         self._frequencies = None if self.depends_on_length else short

@@ -140,7 +140,10 @@ def _dynamic(rotary_dim: int, base: float, scaling: RotaryScaling, length: int) 
 def _yarn(rotary_dim: int, base: float, scaling: RotaryScaling) -> list[float]:
     def correction(rotations: float) -> float:
         trained = scaling.original_max_positions or 1
-        return rotary_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        turns = trained / (rotations * 2 * math.pi)
+        # A quotient too small for float64 has a logarithm all the same.
+        log = math.log(turns) if turns > 0 else math.log(trained) - math.log(rotations) - math.log(2 * math.pi)
+        return rotary_dim * log / (2 * math.log(base))
 
     low, high = correction(scaling.beta_fast), correction(scaling.beta_slow)
     if scaling.truncate:

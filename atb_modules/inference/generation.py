@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,7 +159,8 @@ def _own_cache(model: DecoderModel, rows: list[list[int]], max_new_tokens: int) 
 
 
 def _end_tokens(eos_token_ids: int | Sequence[int]) -> frozenset[int]:
-    if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, int | Iterable):
+    # Not every iterable: a tensor or an array may be one and hold no Python ints.
+    if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, int | Sequence | Set | Iterator):
         raise TypeError(f"eos_token_ids is {eos_token_ids!r:.80}; allowed: a token id, or a list of token ids")
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
     for token in ids:

@@ -36,7 +36,11 @@ def test_splits(arguments, error, message):
     [
         (([1.0], 4, 4, 8, "qkv"), TypeError, "weight is list"),
         ((torch.zeros(1, 96, 4), 4, 4, 8, "qkv"), ValueError, "weight has shape"),
-        ((torch.zeros(96, 4), 4, 4, 8, "gpt"), ValueError, "layout is 'gpt'"),
+        ((torch.zeros(96, 4), 4, 4, 8, "gpt"), ValueError, "^source is 'gpt'"),
+        ((torch.zeros(96, 4), 4, 4, 8, None), ValueError, "^source is None"),
+        ((torch.zeros(64, 4), 4, 2, 8, "per_head"), ValueError, "^source 'per_head' needs num_kv_heads 2 equal"),
+        ((torch.zeros(95, 4), 4, 4, 8, "qkv"), ValueError, "^weight has 95 output channels; 4 heads .* make 96"),
+        ((torch.zeros(96, 4), 4, 4, 8.0, "qkv"), TypeError, "^head_dim is 8.0"),
     ],
 )
 def test_weights(arguments, error, message):

@@ -349,3 +349,20 @@ def test_shares_of_the_head_are_rounded_to_the_nearest():
     for head_dim in (64, 80, 96, 104, 128, 256):
         for turned in range(2, head_dim + 1, 2):
             assert RotaryEmbedding(head_dim, RotaryConfig(partial_factor=turned / head_dim)).rotary_dim == turned
+
+
+@pytest.mark.parametrize("extremes", [{"beta_fast": 1e308}, {"beta_fast": 1e308, "beta_slow": 1e307}])
+@pytest.mark.parametrize("truncate", [True, False])
+def test_ramps_of_yarn_at_the_ends_of_float64(extremes, truncate):
+    scaling = RotaryScaling("yarn", 16.0, 2**31 - 1, truncate=truncate, **extremes)
+    cos, sin = RotaryEmbedding(32, RotaryConfig(scaling=scaling))(torch.arange(9))
+    assert cos.isfinite().all() and sin.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mscale": 1e308, "mscale_all_dim": 1e308}, {"mscale": 1e308, "mscale_all_dim": 1}, {"attention_factor": 1e39}],
+)
+def test_temperatures_beyond_float32_are_refused(options):
+    with pytest.raises(ValueError, match="scaling is .*allowed: a factor finite in float32"):
+        RotaryEmbedding(32, RotaryConfig(scaling=RotaryScaling("yarn", 1e300, 64, **options)))
