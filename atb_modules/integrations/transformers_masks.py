@@ -123,8 +123,9 @@ def structured_mask(
         allow_is_causal_skip: whether None may be returned.
 
     Returns:
-        None where causality alone hides keys and the family's modules know that they are causal; a ``StructuredMask``; or a dense bool (batch, 1, q_length, kv_length),
-        which is logged once, for a mask that has no compact form.
+        None where causality alone hides keys and the family's modules know that they are causal; a
+        ``StructuredMask``; or a dense bool (batch, 1, q_length, kv_length), which is logged once, for a mask that has
+        no compact form.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -153,7 +154,7 @@ def structured_mask(
         if q_length > 1:
             log_once(f"dense attention mask of query length times key length: {unread}")
         return dense()
-    if allow_is_causal_skip and _is_plain_causal(mask) and _modules_know(type(kwargs.get("config"))):
+    if allow_is_causal_skip and _is_plain_causal(mask) and _modules_know(kwargs.get("config")):
         return None
     return dataclasses.replace(mask, make_dense=dense)
 
@@ -202,13 +203,16 @@ def _is_plain_causal(mask: StructuredMask) -> bool:
     return bare and q_len in (1, kv_len)
 
 
-@functools.cache
-def _modules_know(config_class: type) -> bool:
+def _modules_know(config: Any) -> bool:
     """Whether the ``is_causal`` of a family's attention modules can be relied on, as transformers' sdpa must."""
+    config_class: Any = type(config)
+    return config is None or _serves_sdpa(config_class)
+
+
+@functools.cache
+def _serves_sdpa(config_class: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    if config_class is type(None):
-        return True
     model_class = MODEL_MAPPING.get(config_class, None)
     classes = model_class if isinstance(model_class, (list, tuple)) else (model_class,)
     return all(getattr(one, "_supports_sdpa", False) for one in classes)
