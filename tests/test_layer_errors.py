@@ -38,7 +38,7 @@ def test_bad_options(options, message):
         TransformerLayer(32, 4, **options)
 
 
-@pytest.mark.parametrize("name", ["checkpoint_strategy", "sparse_config", "sequence_parallel", "dropout"])
+@pytest.mark.parametrize("name", ["checkpoint_strategy", "sequence_parallel", "dropout"])
 def test_names_of_later_features_do_not_exist(name):
     with pytest.raises(TypeError, match=name):
         TransformerLayer(32, 4, **{name: None})

@@ -191,6 +191,8 @@ def check_layout(name: str, tensor: object, dims: int, layout: str) -> None:
         raise TypeError(f"{name} is {type(tensor).__name__}; allowed: a tensor {layout}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {dims} axes {layout}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}; allowed: torch.strided, a dense tensor")
     if tensor.dtype not in FLOATING:
         raise TypeError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATING))}")
 

@@ -15,7 +15,7 @@ from atb_modules.attention.calls import (
     paged_traits,
 )
 from atb_modules.attention.tables import check_devices, check_rotated, check_tables
-from atb_modules.checks import check_type
+from atb_modules.checks import check_bool, check_type
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import overlaps_itself
 from atb_modules.overlays import Overlays
@@ -73,6 +73,7 @@ def attention(
         ValueError, TypeError: wrong shapes, dtypes or devices, or a strategy that cannot serve the call.
     """
     check_type("spec", spec, AttentionSpec)
+    check_bool("return_lse", return_lse)
     packed = cu_seqlens_q is not None and isinstance(q, Tensor) and q.dim() == 3
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_layout(name, tensor, 3 if packed else 4, PACKED if packed else DENSE)
@@ -195,6 +196,7 @@ def rotary_append(
         check_layout("k", k, 3, "(tokens, kv_heads, head_dim)")
         check_rotated(q, k, cos, sin)
     check_devices("k", k.device, q=q, cos=cos, sin=sin)
+    check_bool("interleaved", interleaved)
     if overlaps_itself(q):
         raise ValueError(f"q is expanded (strides {q.stride()}); it is rotated in place and needs memory of its own")
     traits = append_traits(k, v, k_pages, v_pages, slots, rotary=True, trusted=trusted)

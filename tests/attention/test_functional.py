@@ -243,3 +243,14 @@ def test_alibi_in_float64_is_float64(strategy):
         return
     bound = 1e-12 if strategy.value in ("reference", "eager") else 1e-6
     torch.testing.assert_close(out, golden, atol=bound, rtol=bound)
+
+
+def test_flags_and_layouts_are_named():
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(TypeError, match="return_lse is 'yes'"):
+        attention(q, q, q, return_lse="yes")
+    with pytest.raises(TypeError, match="q is torch.sparse_coo; allowed: torch.strided"):
+        attention(q.to_sparse(), q, q)
+    k, pages, table = torch.randn(3, 2, 8), torch.randn(2, 2, 4, 8), torch.randn(3, 4)
+    with pytest.raises(TypeError, match="interleaved is 'x'"):
+        ops.rotary_append(k, k, k, table, table, pages, pages, torch.arange(3), interleaved="x")

@@ -45,7 +45,7 @@ def test_attention(changes, error, message):
         ({"cu_seqlens_q": np.array([0, 3])}, TypeError, "cu_seqlens_q is ndarray"),
         ({"block_table": torch.zeros(1, dtype=torch.int32)}, ValueError, r"block_table has shape \(1,\)"),
         ({"spec": None}, TypeError, "spec is None"),
-        ({"k_pages": torch.zeros(4, 2, 4, 8, device="meta")}, ValueError, "k_pages are on meta"),
+        ({"k_pages": torch.zeros(4, 2, 4, 8, device="meta")}, ValueError, "k_pages is on meta"),
         ({"sinks": [0.0]}, TypeError, "sinks is list"),
     ],
 )
@@ -77,7 +77,7 @@ def test_paged_attention(changes, error, message):
         ({"cos": torch.zeros(2, 5), "sin": torch.zeros(2, 5)}, ValueError, r"allows \(2, at most 4\)"),
         ({"sin": torch.zeros(2, 3)}, ValueError, r"and sin \(2, 3\)"),
         ({"slots": [0, 1]}, TypeError, "slots is list"),
-        ({"v_pages": torch.zeros(2, 3, 4, 8, device="meta")}, ValueError, "v_pages on meta"),
+        ({"v_pages": torch.zeros(2, 3, 4, 8, device="meta")}, ValueError, "v_pages is on meta"),
     ],
 )
 def test_appends(strategy, changes, error, message):
