@@ -186,9 +186,10 @@ def test_forward_mode_derivatives(strategy):
     x, v = torch.randn(2, 1, 4, 32)
     with atb.use_strategy(norm=strategy, attention="eager" if strategy == "torch" else "auto"):
         _, tangent = torch.func.jvp(layer, (x,), (v,))
-    expected = (layer.double()((x + 1e-4 * v).double()) - layer((x - 1e-4 * v).double())) / 2e-4
+    x, v, layer = x.double(), v.double(), layer.double()
+    expected = (layer(x + 1e-4 * v) - layer(x - 1e-4 * v)) / 2e-4
     torch.testing.assert_close(tangent.double(), expected, atol=1e-3, rtol=1e-3)
-    gradient = torch.func.grad(lambda y: layer(y).square().sum())(x.double())
+    gradient = torch.func.grad(lambda y: layer(y).square().sum())(x)
     assert gradient.abs().sum() > 0
 
 
