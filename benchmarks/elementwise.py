@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+import atb_modules  # noqa: F401  (its native operators)
 from benchmarks.timing import Row, interleave, median, row
 
 ROWS, WIDTH, HEADS = 2048, 4096, 64
