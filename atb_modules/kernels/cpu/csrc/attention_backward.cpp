@@ -10,27 +10,24 @@ namespace ATB_ISA {
 constexpr int ROW_TILE = 6;
 constexpr int COLUMN_VECTORS = W == 16 ? 4 : 2;
 
-ATB_INLINE int64_t padded(int64_t n) {
-  return (n + W - 1) / W * W;
-}
-
 // Memory of one thread, in floats. Columns are (head_dim, LANES), rows (LANES, padded head_dim).
 struct BackwardScratch {
   float *q, *d_out, *d_q, *q_rows, *d_out_rows, *p, *ds, *cap, *k, *v;
   static int64_t size(int64_t d) {
-    return 3 * d * STRIDE + 2 * LANES * padded(d) + 3 * KEYS * STRIDE + 2 * KEYS * padded(d) + 64;
+    return 3 * d * STRIDE + 2 * LANES * vector_padded(d) + 3 * KEYS * STRIDE + 2 * KEYS * vector_padded(d) +
+           64;
   }
   BackwardScratch(float *base, int64_t d) {
     q = base;
     d_out = q + d * STRIDE;
     d_q = d_out + d * STRIDE;
     q_rows = d_q + d * STRIDE;
-    d_out_rows = q_rows + LANES * padded(d);
-    p = d_out_rows + LANES * padded(d);
+    d_out_rows = q_rows + LANES * vector_padded(d);
+    p = d_out_rows + LANES * vector_padded(d);
     ds = p + KEYS * STRIDE;
     cap = ds + KEYS * STRIDE;
     k = cap + KEYS * STRIDE;
-    v = k + KEYS * padded(d);
+    v = k + KEYS * vector_padded(d);
   }
 };
 
@@ -77,7 +74,7 @@ static void add_columns(const float *a, int64_t rows, int64_t lanes, const float
 // c (rows, width) += a (rows, lanes; STRIDE apart) times b (lanes, padded width).
 static void add_product(const float *a, int64_t rows, int64_t lanes, const float *b, float *c,
                         int64_t width) {
-  const int64_t stride = padded(width);
+  const int64_t stride = vector_padded(width);
   int64_t column = 0;
   for (; column + COLUMN_VECTORS * W <= stride; column += COLUMN_VECTORS * W)
     add_columns<COLUMN_VECTORS>(a, rows, lanes, b + column, stride, c + column, width, width - column);
@@ -88,7 +85,7 @@ static void add_product(const float *a, int64_t rows, int64_t lanes, const float
 // One row of any dtype, times scale, as a column and as a row.
 static void place(const void *from, int dtype, int64_t head_dim, float scale, int lane, float *columns,
                   float *rows) {
-  float *row = rows + lane * padded(head_dim);
+  float *row = rows + lane * vector_padded(head_dim);
   read_floats(from, dtype, head_dim, row);
   for (int64_t d = 0; d < head_dim; ++d) columns[d * STRIDE + lane] = row[d] *= scale;
 }
@@ -139,7 +136,8 @@ static void backward_block(const atb_attention_backward_args *g, const BackwardS
           s.d_out_rows);
     read_floats(block.out[lane], a->dtype, head_dim, s.k); // no key has been read yet
     double sum = 0.0;
-    for (int64_t d = 0; d < head_dim; ++d) sum += (double)s.k[d] * s.d_out_rows[lane * padded(head_dim) + d];
+    for (int64_t d = 0; d < head_dim; ++d)
+      sum += (double)s.k[d] * s.d_out_rows[lane * vector_padded(head_dim) + d];
     const float seen = *block.lse[lane];
     delta[lane] = (float)sum - (g->d_lse ? g->d_lse[block.lse[lane] - a->lse] : 0.0f);
     // A row without a key has only scores of -inf; their weights exp(-inf - inf) are 0.

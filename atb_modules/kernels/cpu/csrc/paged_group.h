@@ -4,10 +4,6 @@
 
 namespace ATB_ISA {
 
-ATB_INLINE int64_t vector_padded(int64_t n) {
-  return (n + W - 1) / W * W;
-}
-
 // What the keys of all rows look like; shared by the paged op and the decode layer.
 struct PagedKeys {
   const void *k_pages, *v_pages;

@@ -42,6 +42,10 @@ ATB_INLINE int64_t min64(int64_t a, int64_t b) {
 ATB_INLINE int64_t max64(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
+// n rounded up to whole vectors.
+ATB_INLINE int64_t vector_padded(int64_t n) {
+  return (n + W - 1) / W * W;
+}
 ATB_INLINE vf set1(float x) {
   return x - (vf){};
 }
