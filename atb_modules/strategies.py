@@ -23,6 +23,7 @@ class AttentionStrategy(StrEnum):
     EAGER = "eager"  # plain PyTorch: matmul, softmax, matmul
     SDPA = "sdpa"  # torch.nn.functional.scaled_dot_product_attention
     BLOCKED = "blocked"  # plain PyTorch a block of queries, over the keys that the structure leaves
+    FLEX = "flex"  # torch's FlexAttention, compiled for the call; never chosen by AUTO
     CPU = "cpu"  # our C++ kernels
 
 

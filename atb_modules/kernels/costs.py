@@ -38,6 +38,7 @@ RATES: dict[str, Rates] = {
     "torch": Rates(operations=110e9, bytes=6e9, call=6e-6),
     "sdpa": Rates(operations=80e9, bytes=10e9, call=15e-6),
     "blocked": Rates(operations=42e9, bytes=5e9, call=6e-6),
+    "flex": Rates(operations=40e9, bytes=5e9, call=15e-6),
     "modules": Rates(operations=40e9, bytes=8e9, call=25e-6),
     "cpu": Rates(operations=80e9, bytes=15e9, call=10e-6),
 }

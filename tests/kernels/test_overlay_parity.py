@@ -144,8 +144,8 @@ def test_gradients(strategy, case):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_packed_tensors_without_a_batch_axis_and_separate_calls_agree(strategy):
     generator = fresh_generator()
-    lengths = [5, 0, 64, 31]
-    q, k, v = (torch.randn(100, heads, 24, generator=generator) for heads in (4, 2, 2))
+    lengths = [5, 0, 64, 131]
+    q, k, v = (torch.randn(200, heads, 24, generator=generator) for heads in (4, 2, 2))
     cu = starts(*lengths)
     spec = AttentionSpec(causal=True)
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "strategy": strategy}
@@ -154,13 +154,13 @@ def test_packed_tensors_without_a_batch_axis_and_separate_calls_agree(strategy):
     except ValueError as refusal:
         assert "LSE" in str(refusal)
         out, lse = attention(q, k, v, spec, **options)
-    assert out.shape == (100, 4, 24)
+    assert out.shape == (200, 4, 24)
     for begin, length in zip(cu.tolist(), lengths, strict=False):
         part = slice(begin, begin + length)
         alone, alone_lse = attention_reference(*(t[part].transpose(0, 1)[None].double() for t in (q, k, v)), spec)
         torch.testing.assert_close(out[part].double(), alone[0].transpose(0, 1), atol=2e-6, rtol=2e-6)
         if lse is not None:
-            assert lse.shape == (4, 100)
+            assert lse.shape == (4, 200)
             torch.testing.assert_close(lse[:, part].double(), alone_lse[0], atol=2e-6, rtol=2e-6)
 
 

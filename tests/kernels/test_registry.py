@@ -31,7 +31,7 @@ def test_strings_and_members_are_interchangeable():
 
 def test_unknown_words_are_refused_with_the_allowed_ones():
     with pytest.raises(
-        ValueError, match=r"strategy is 'fast'; allowed: 'auto', 'reference', 'eager', 'sdpa', 'blocked', 'cpu'"
+        ValueError, match=r"strategy is 'fast'; allowed: 'auto', 'reference', 'eager', 'sdpa', 'blocked', 'flex', 'cpu'"
     ):
         ops.attention(*qkv(), strategy="fast")
     with pytest.raises(ValueError, match="attention_type is 'flashy'; allowed: 'flash'"):
