@@ -154,9 +154,9 @@ def _score_function(softcap: float | None, slopes: Tensor | None, ranges: Tensor
 
 
 def _reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
-    reasons = []
     if torch.compiler.is_compiling():
-        reasons.append("compiles its own kernel, which cannot be traced into another")
+        return ("compiles its own kernel, which cannot be traced into another",)
+    reasons = []
     if traits.mask != "none":
         reasons.append("takes structure, not a dense mask")
     if traits.has_sinks:
