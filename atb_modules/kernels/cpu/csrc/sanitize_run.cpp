@@ -131,7 +131,7 @@ void heads_of(int dtype, int page_dtype, int threads) {
 void dense(int dtype, int threads) {
   for (int64_t dim : {5, 20, 64})
     for (int64_t q_len : {1, 9, 70})
-      for (int64_t kv_len : {0, 3, 131}) {
+      for (int64_t kv_len : {0, 3, 131, 600}) {
         const int64_t heads = 4, kv_heads = 2;
         auto q = tensor(heads * q_len * dim, dtype), k = tensor(kv_heads * kv_len * dim, dtype), v = k;
         auto mask = tensor(q_len * kv_len, ATB_F32);
@@ -146,6 +146,9 @@ void dense(int dtype, int threads) {
         a.k_strides[1] = a.v_strides[1] = kv_len * dim, a.k_strides[2] = a.v_strides[2] = dim;
         a.scale = 0.5f, a.dtype = dtype, a.threads = threads, a.left = a.right = -1;
         for (a.causal = 0; a.causal < 3; ++a.causal) atb_attention(&a);
+        a.threads = 3; // divides no count of blocks: the keys are split
+        atb_attention(&a);
+        a.threads = threads;
         a.causal = 1, a.left = 6, a.softcap = 3.0f, a.slopes = slopes.data(), a.sinks = sinks.data();
         a.mask = mask.data(), a.mask_strides[2] = kv_len, a.mask_strides[3] = 1;
         atb_attention(&a);
