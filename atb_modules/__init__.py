@@ -39,6 +39,7 @@ from atb_modules.ops import (
     softmax,
     split_heads,
 )
+from atb_modules.optimize import apply_optimizations, restore
 from atb_modules.residual import ResidualConfig
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import (
@@ -95,6 +96,7 @@ __all__ = [
     "SparseMode",
     "RotaryStrategy",
     "TransformerLayer",
+    "apply_optimizations",
     "convert_qkv_weight",
     "convert_rotary_weight",
     "explain",
@@ -106,6 +108,7 @@ __all__ = [
     "load_model",
     "matmul",
     "merge_heads",
+    "restore",
     "save_model",
     "silu_matmul",
     "softmax",

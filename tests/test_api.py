@@ -162,3 +162,13 @@ def test_importing_the_package_imports_neither_transformers_nor_timm():
         for _ in range(2)
     )
     assert seconds < 2.0  # half a second on an idle machine; this guards against a heavy import, not against noise
+
+
+def test_optimised_models_of_other_libraries():
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+    x = torch.randn(1, 3, 32, 32)
+    before = model(x)
+    torch.testing.assert_close(atb.apply_optimizations(model)(x), before, atol=1e-4, rtol=1e-4)
+    assert torch.equal(atb.restore(model)(x), before)
