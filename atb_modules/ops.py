@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
+from atb_modules.attention.merge import merge_attention
 from atb_modules.attention.qkv import split_qkv
 from atb_modules.attention.rope import rotary
 from atb_modules.checks import check_floating, check_int, check_number, check_tensor
@@ -34,6 +35,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "matmul",
+    "merge_attention",
     "merge_heads",
     "paged_attention",
     "rms_norm",

@@ -71,11 +71,15 @@ class Kernel:
             return self.inplace
         return self.function
 
-    def predicted_seconds(self, spec: Any, traits: Traits) -> float:
+    def full_cost(self, spec: Any, traits: Traits) -> Cost:
+        """``cost``, and the copy to contiguous memory where the call needs one."""
         cost = self.cost(spec, traits)
         if self.needs_contiguous and not traits.contiguous:
             cost = dataclasses.replace(cost, bytes=cost.bytes * 2, calls=cost.calls + 1)
-        return predicted_seconds(self.strategy.value, cost)
+        return cost
+
+    def predicted_seconds(self, spec: Any, traits: Traits) -> float:
+        return predicted_seconds(self.op, self.strategy.value, traits, self.full_cost(spec, traits))
 
 
 @dataclass(frozen=True)
