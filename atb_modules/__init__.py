@@ -22,7 +22,7 @@ from atb_modules.attention import (
 from atb_modules.explain import explain
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
-from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.mlp import FeedForward, MLPConfig, MLPType, MoE, MoEConfig, RouterConfig, load_balancing_loss
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
@@ -76,6 +76,8 @@ __all__ = [
     "MLPConfig",
     "MLPStrategy",
     "MLPType",
+    "MoE",
+    "MoEConfig",
     "ModelConfig",
     "NormCastOrder",
     "NormConfig",
@@ -94,6 +96,7 @@ __all__ = [
     "SparseConfig",
     "SparseMode",
     "RotaryStrategy",
+    "RouterConfig",
     "TransformerLayer",
     "convert_qkv_weight",
     "convert_rotary_weight",
@@ -102,6 +105,7 @@ __all__ = [
     "fused_layernorm_matmul",
     "fused_mlp",
     "fused_rmsnorm_matmul",
+    "load_balancing_loss",
     "load_inference_model",
     "load_model",
     "matmul",

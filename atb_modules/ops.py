@@ -15,6 +15,7 @@ from atb_modules.attention.qkv import split_qkv
 from atb_modules.attention.rope import rotary
 from atb_modules.checks import check_floating, check_int, check_number, check_tensor
 from atb_modules.linear import linear
+from atb_modules.mlp.experts import moe
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atb_modules.ops_checks import check_alike, check_norm, check_product
@@ -35,6 +36,7 @@ __all__ = [
     "linear",
     "matmul",
     "merge_heads",
+    "moe",
     "paged_attention",
     "rms_norm",
     "rotary",

@@ -36,7 +36,7 @@ class NormStrategy(StrEnum):
 
 
 class MLPStrategy(StrEnum):
-    """Who computes the activation between the two products of a feed-forward."""
+    """Who computes the activation between the two products of a feed-forward, and a mixture of experts."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -98,6 +98,7 @@ OP_FAMILIES: dict[str, type[StrEnum]] = {
     "layer_norm": NormStrategy,
     "add_layer_norm": NormStrategy,
     "gated_activation": MLPStrategy,
+    "moe": MLPStrategy,
     "linear": LinearStrategy,
     "rotary": RotaryStrategy,
     "cache_append": CacheStrategy,

@@ -1,0 +1,158 @@
+"""torch.library op of a mixture of experts: tokens sorted by expert, native products of each expert's rows.
+
+All between the first product and the weighted sum is float32, whatever the dtypes of x and of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from atb_modules.kernels.experts import sort_by_expert
+
+from . import library
+from .library_ops import LIB, define
+from .ops_activation import gated_activation_out, value_and_slope
+from .ops_linear import linear_out
+
+
+def _ranges(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, with those rows."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            yield expert, slice(begin, end)
+        begin = end
+
+
+def _of(parameter: Tensor | None, expert: int) -> Tensor | None:
+    return None if parameter is None else parameter[expert]
+
+
+def _width(up_proj: Tensor, gated: bool) -> int:
+    return up_proj.shape[1] // 2 if gated else up_proj.shape[1]
+
+
+def _moe(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kind: str,
+    gated: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The mixture, and where ``keep`` the up products (tokens * top_k, width) in sorted order, for the backward."""
+    for name, tensor in (("x", x), ("up_proj", up_proj), ("down_proj", down_proj)):
+        library.dtype_code(name, tensor.dtype)
+    tokens, top_k = experts.shape
+    with torch.no_grad():
+        order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
+        rows = x[order // top_k].float()
+        width = _width(up_proj, gated)
+        product = rows.new_empty(rows.shape[0], up_proj.shape[1])
+        # Where no gradient needs the products, the activation takes the place of the gate.
+        hidden = product[:, :width] if gated and not keep else rows.new_empty(rows.shape[0], width)
+        out = torch.empty_like(rows)
+        for expert, mine in _ranges(ends):
+            linear_out(rows[mine], up_proj[expert], _of(up_bias, expert), out=product[mine])
+            if gated:
+                gated_activation_out(product[mine, :width], product[mine, width:], kind, out=hidden[mine])
+            else:
+                hidden[mine] = value_and_slope(product[mine], kind)[0]
+            linear_out(hidden[mine], down_proj[expert], _of(down_bias, expert), out=out[mine])
+        chosen = out[inverse].view(tokens, top_k, x.shape[1])
+        mixed = (chosen * weights.float().unsqueeze(-1)).sum(1).to(x.dtype)
+    return mixed, product if keep else rows.new_empty(0)
+
+
+def _meta(x, experts, weights, up_proj, down_proj, up_bias, down_bias, kind, gated, keep):
+    shape = (experts.shape[0] * experts.shape[1], up_proj.shape[1]) if keep else (0,)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(shape, dtype=torch.float32)
+
+
+def _moe_backward(
+    grad: Tensor,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    product: Tensor,
+    kind: str,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weights, up_proj, down_proj, up_bias and down_bias (the last two empty where there is none)."""
+    tokens, top_k = experts.shape
+    order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
+    token = order // top_k
+    width = _width(up_proj, gated)
+    rows, grads, factors = x[token].float(), grad[token].float(), weights.reshape(-1)[order].float().unsqueeze(-1)
+    d_rows, d_factors = torch.empty_like(rows), torch.empty_like(factors)
+    d_up, d_down, d_up_bias, d_down_bias = (
+        torch.zeros(0, device=x.device) if p is None else torch.zeros(p.shape, dtype=p.dtype)
+        for p in (up_proj, down_proj, up_bias, down_bias)
+    )
+    for expert, mine in _ranges(ends):
+        value, slope = value_and_slope(product[mine, :width], kind)
+        other = product[mine, width:] if gated else None
+        hidden = value if other is None else value * other
+        # What reaches the hidden values before the weight of the choice; its product with them is that weight's.
+        back = grads[mine] @ down_proj[expert].float()
+        d_factors[mine] = (back * hidden).sum(-1, keepdim=True)
+        weighted, back = grads[mine] * factors[mine], back * factors[mine]
+        d_down[expert] = weighted.t() @ hidden
+        if down_bias is not None:
+            d_factors[mine] += grads[mine] @ down_bias[expert].float().unsqueeze(-1)
+            d_down_bias[expert] = weighted.sum(0)
+        d_product = back * slope if other is None else torch.cat([back * other * slope, back * value], dim=1)
+        d_up[expert] = d_product.t() @ rows[mine]
+        if up_bias is not None:
+            d_up_bias[expert] = d_product.sum(0)
+        torch.mm(d_product, up_proj[expert].float(), out=d_rows[mine])
+    d_x = d_rows[inverse].view(tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
+    d_weights = d_factors[inverse].view(tokens, top_k).to(weights.dtype)
+    return d_x, d_weights, d_up, d_down, d_up_bias, d_down_bias
+
+
+def _meta_backward(grad, x, experts, weights, up_proj, down_proj, up_bias, down_bias, product, kind, gated):
+    return tuple(
+        x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in (x, weights, up_proj, down_proj, up_bias, down_bias)
+    )
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor up_proj, Tensor down_proj, Tensor? up_bias, Tensor? down_bias"
+)
+define(f"moe({_ARGUMENTS}, str kind, bool gated, bool keep) -> (Tensor, Tensor)", _moe, _meta)
+define(
+    f"moe_backward(Tensor grad, {_ARGUMENTS}, Tensor product, str kind, bool gated)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _moe_backward,
+    _meta_backward,
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.kind, ctx.gated, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx, grad, _):
+    tensors = ctx.saved_tensors
+    d_x, d_weights, d_up, d_down, d_up_bias, d_down_bias = torch.ops.atb_modules.moe_backward(
+        grad, *tensors, ctx.kind, ctx.gated
+    )
+    biases = (d_up_bias if tensors[5] is not None else None, d_down_bias if tensors[6] is not None else None)
+    return d_x, None, d_weights, d_up, d_down, *biases, None, None, None
+
+
+torch.library.register_autograd("atb_modules::moe", _backward, setup_context=_save, lib=LIB)
