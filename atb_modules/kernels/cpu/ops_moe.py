@@ -27,6 +27,20 @@ def _ranges(ends: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
+def _idle(ends: Tensor) -> list[int]:
+    """The experts that have no rows."""
+    numbers = [0, *ends.tolist()]
+    return [expert for expert in range(len(numbers) - 1) if numbers[expert] == numbers[expert + 1]]
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a b into ``out``; fresh memory for the gradient of a weight would cost more than the product."""
+    if out.dtype == torch.float32:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
+
+
 def _of(parameter: Tensor | None, expert: int) -> Tensor | None:
     return None if parameter is None else parameter[expert]
 
@@ -55,17 +69,21 @@ def _moe(
         order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
         rows = x[order // top_k].float()
         width = _width(up_proj, gated)
-        product = rows.new_empty(rows.shape[0], up_proj.shape[1])
-        # Where no gradient needs the products, the activation takes the place of the gate.
-        hidden = product[:, :width] if gated and not keep else rows.new_empty(rows.shape[0], width)
+        # Kept for the backward, or one expert's worth that all of them use: fresh memory costs as much as a pass over it.
+        most = rows.shape[0] if keep else max((mine.stop - mine.start for _, mine in _ranges(ends)), default=0)
+        product = rows.new_empty(most, up_proj.shape[1])
+        space = rows.new_empty(0 if gated and not keep else most, width)
         out = torch.empty_like(rows)
         for expert, mine in _ranges(ends):
-            linear_out(rows[mine], up_proj[expert], _of(up_bias, expert), out=product[mine])
+            here = mine if keep else slice(0, mine.stop - mine.start)
+            linear_out(rows[mine], up_proj[expert], _of(up_bias, expert), out=product[here])
+            # Where no gradient needs the products, the activation takes the place of the gate.
+            hidden = product[here, :width] if gated and not keep else space[here]
             if gated:
-                gated_activation_out(product[mine, :width], product[mine, width:], kind, out=hidden[mine])
+                gated_activation_out(product[here, :width], product[here, width:], kind, out=hidden)
             else:
-                hidden[mine] = value_and_slope(product[mine], kind)[0]
-            linear_out(hidden[mine], down_proj[expert], _of(down_bias, expert), out=out[mine])
+                hidden.copy_(value_and_slope(product[here], kind)[0])
+            linear_out(hidden, down_proj[expert], _of(down_bias, expert), out=out[mine])
         chosen = out[inverse].view(tokens, top_k, x.shape[1])
         mixed = (chosen * weights.float().unsqueeze(-1)).sum(1).to(x.dtype)
     return mixed, product if keep else rows.new_empty(0)
@@ -97,9 +115,12 @@ def _moe_backward(
     rows, grads, factors = x[token].float(), grad[token].float(), weights.reshape(-1)[order].float().unsqueeze(-1)
     d_rows, d_factors = torch.empty_like(rows), torch.empty_like(factors)
     d_up, d_down, d_up_bias, d_down_bias = (
-        torch.zeros(0, device=x.device) if p is None else torch.zeros(p.shape, dtype=p.dtype)
+        x.new_empty(0) if p is None else torch.empty(p.shape, dtype=p.dtype)
         for p in (up_proj, down_proj, up_bias, down_bias)
     )
+    for expert in _idle(ends):
+        for gradient in (d_up, d_down, d_up_bias, d_down_bias):
+            gradient[expert : expert + 1].zero_()
     for expert, mine in _ranges(ends):
         value, slope = value_and_slope(product[mine, :width], kind)
         other = product[mine, width:] if gated else None
@@ -108,12 +129,12 @@ def _moe_backward(
         back = grads[mine] @ down_proj[expert].float()
         d_factors[mine] = (back * hidden).sum(-1, keepdim=True)
         weighted, back = grads[mine] * factors[mine], back * factors[mine]
-        d_down[expert] = weighted.t() @ hidden
+        _product(weighted.t(), hidden, d_down[expert])
         if down_bias is not None:
             d_factors[mine] += grads[mine] @ down_bias[expert].float().unsqueeze(-1)
             d_down_bias[expert] = weighted.sum(0)
         d_product = back * slope if other is None else torch.cat([back * other * slope, back * value], dim=1)
-        d_up[expert] = d_product.t() @ rows[mine]
+        _product(d_product.t(), rows[mine], d_up[expert])
         if up_bias is not None:
             d_up_bias[expert] = d_product.sum(0)
         torch.mm(d_product, up_proj[expert].float(), out=d_rows[mine])

@@ -25,7 +25,7 @@ def moe_reference(
     kind: str,
     gated: bool,
 ) -> Tensor:
-    """``sum_k weights[t, k] expert[experts[t, k]](x[t])`` (Shazeer et al., 2017), in float32 or float64, rounded once."""
+    """``sum_k weights[t, k] expert[experts[t, k]](x[t])`` (Shazeer et al., 2017), float32 or float64, rounded once."""
     compute = torch.promote_types(x.dtype, torch.float32)
     chosen = F.one_hot(experts.long(), up_proj.shape[0]).to(compute)
     share = einsum(weights.to(compute), chosen, "t k, t k e -> t e")
