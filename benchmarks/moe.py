@@ -75,7 +75,8 @@ def _training(blocks: dict) -> list[Row]:
         block.zero_grad()
         block(x.clone().requires_grad_()).square().sum().backward()
 
-    calls = {name: lambda block=copy.deepcopy(block): step(block) for name, block in blocks.items()}
+    blocks = {name: copy.deepcopy(block) for name, block in blocks.items()}
+    calls = {name: lambda block=block: step(block) for name, block in blocks.items()}
     return _rows(f"MoE forward and backward, {TOKENS} tokens, float32", blocks, calls)
 
 

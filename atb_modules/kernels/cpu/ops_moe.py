@@ -69,7 +69,7 @@ def _moe(
         order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
         rows = x[order // top_k].float()
         width = _width(up_proj, gated)
-        # Kept for the backward, or one expert's worth that all of them use: fresh memory costs as much as a pass over it.
+        # Kept for the backward, or one expert's worth that all of them use: fresh memory costs another pass over it.
         most = rows.shape[0] if keep else max((mine.stop - mine.start for _, mine in _ranges(ends)), default=0)
         product = rows.new_empty(most, up_proj.shape[1])
         space = rows.new_empty(0 if gated and not keep else most, width)
