@@ -27,11 +27,12 @@ from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import save_model
-from atb_modules.norm import LayerNorm, NormCastOrder, NormConfig, RMSNorm
+from atb_modules.norm import AdaLayerNorm, AdaLayerNormZero, LayerNorm, NormCastOrder, NormConfig, RMSNorm
 from atb_modules.ops import (
     fused_attention,
     fused_layernorm_matmul,
     fused_mlp,
+    fused_mlp_residual_norm,
     fused_rmsnorm_matmul,
     matmul,
     merge_heads,
@@ -56,6 +57,8 @@ from atb_modules.strategies import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaLayerNormZero",
     "Attention",
     "AttentionConfig",
     "AttentionSpec",
@@ -104,6 +107,7 @@ __all__ = [
     "fused_attention",
     "fused_layernorm_matmul",
     "fused_mlp",
+    "fused_mlp_residual_norm",
     "fused_rmsnorm_matmul",
     "load_balancing_loss",
     "load_inference_model",

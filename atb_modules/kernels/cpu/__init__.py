@@ -7,9 +7,11 @@ from . import (
     ops_linear,
     ops_moe,
     ops_norm,
+    ops_norm_chains,
     ops_paged,
     ops_rotary,
     records,
+    records_chains,
     records_moe,
 )
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
@@ -26,8 +28,10 @@ __all__ = [
     "ops_linear",
     "ops_moe",
     "ops_norm",
+    "ops_norm_chains",
     "ops_paged",
     "ops_rotary",
     "records",
+    "records_chains",
     "records_moe",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from atb_modules.kernels.activation import activation_torch
 from atb_modules.kernels.experts import sort_by_expert
 
 from . import library
@@ -82,7 +83,7 @@ def _moe(
             if gated:
                 gated_activation_out(product[here, :width], product[here, width:], kind, out=hidden)
             else:
-                hidden.copy_(value_and_slope(product[here], kind)[0])
+                hidden.copy_(activation_torch(product[here], kind))
             linear_out(hidden, down_proj[expert], _of(down_bias, expert), out=out[mine])
         chosen = out[inverse].view(tokens, top_k, x.shape[1])
         mixed = (chosen * weights.float().unsqueeze(-1)).sum(1).to(x.dtype)

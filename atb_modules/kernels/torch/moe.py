@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atb_modules.kernels.activation import activation_torch
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.experts import has_grouped_products, sort_by_expert
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.linear import linear_torch
-from atb_modules.kernels.torch.mlp import activation_torch, gated_activation_torch
+from atb_modules.kernels.torch.mlp import gated_activation_torch
 from atb_modules.kernels.traits import MoETraits
 from atb_modules.strategies import MLPStrategy
 
