@@ -22,16 +22,17 @@ from atb_modules.attention import (
 from atb_modules.explain import explain
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
-from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.mlp import FeedForward, MLPConfig, MLPType, MoE, MoEConfig, RouterConfig, load_balancing_loss
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import save_model
-from atb_modules.norm import LayerNorm, NormCastOrder, NormConfig, RMSNorm
+from atb_modules.norm import AdaLayerNorm, AdaLayerNormZero, LayerNorm, NormCastOrder, NormConfig, RMSNorm
 from atb_modules.ops import (
     fused_attention,
     fused_layernorm_matmul,
     fused_mlp,
+    fused_mlp_residual_norm,
     fused_rmsnorm_matmul,
     matmul,
     merge_attention,
@@ -58,6 +59,8 @@ from atb_modules.strategies import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLayerNorm",
+    "AdaLayerNormZero",
     "Attention",
     "AttentionConfig",
     "AttentionSpec",
@@ -78,6 +81,8 @@ __all__ = [
     "MLPConfig",
     "MLPStrategy",
     "MLPType",
+    "MoE",
+    "MoEConfig",
     "ModelConfig",
     "NormCastOrder",
     "NormConfig",
@@ -96,6 +101,7 @@ __all__ = [
     "SparseConfig",
     "SparseMode",
     "RotaryStrategy",
+    "RouterConfig",
     "TransformerLayer",
     "apply_optimizations",
     "convert_qkv_weight",
@@ -104,7 +110,9 @@ __all__ = [
     "fused_attention",
     "fused_layernorm_matmul",
     "fused_mlp",
+    "fused_mlp_residual_norm",
     "fused_rmsnorm_matmul",
+    "load_balancing_loss",
     "load_inference_model",
     "load_model",
     "matmul",

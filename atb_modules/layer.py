@@ -23,7 +23,7 @@ from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
 from atb_modules.layer_options import attention_options, check_across
 from atb_modules.linear import may_overwrite
-from atb_modules.mlp import FeedForward, MLPConfig, MLPType
+from atb_modules.mlp import FeedForward, MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
 from atb_modules.norm.add import add_norm
 from atb_modules.residual import ResidualBranch, ResidualConfig
@@ -65,7 +65,8 @@ class TransformerLayer(nn.Module):
         num_kv_heads: key and value heads; default num_heads.
         layernorm_type: "rmsnorm" or "layernorm".
         attention_type: "flash" or "flash_sparse" (the registry picks the fastest), "sdpa", "eager" or "reference".
-        mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu" or "relu2".
+        mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "silu", "relu2", or "moe" for SwiGLU experts;
+            ``MLPConfig(moe=...)`` makes experts of any of them.
         norm_placement: "pre", "post", "sandwich" or "parallel".
         layer_type: "decoder" (causal), "encoder" or "cross_decoder".
         mode: "train" or "inference" (no gradients; ``use_cache`` allowed).
@@ -142,13 +143,8 @@ class TransformerLayer(nn.Module):
         heads["config"] = attention
         self.hidden_size = hidden_size
         self.attention = Attention(hidden_size, num_heads, head_dim, rotary=rotary, **heads)
-        self.mlp = FeedForward(
-            hidden_size,
-            4 * hidden_size if intermediate_size is None else intermediate_size,
-            mlp_type,
-            config=mlp,
-            **where,
-        )
+        width = 4 * hidden_size if intermediate_size is None else intermediate_size
+        self.mlp = build_mlp(hidden_size, width, mlp_type, mlp, **where)
         self.attention_norm = build_norm(layernorm_type, hidden_size, norm, **where)
         self.attention_branch = ResidualBranch(hidden_size, residual, **where)
         self.mlp_branch = ResidualBranch(hidden_size, residual, **where)

@@ -14,12 +14,18 @@ from atb_modules.attention.functional import attention, cache_append, paged_atte
 from atb_modules.attention.merge import merge_attention
 from atb_modules.attention.qkv import split_qkv
 from atb_modules.attention.rope import rotary
-from atb_modules.checks import check_floating, check_int, check_number, check_tensor
+from atb_modules.checks import check_floating, check_int, check_number, check_probability, check_tensor
+from atb_modules.kernels.registry import resolve
+from atb_modules.kernels.traits import MLPChainTraits, count, under_autocast
 from atb_modules.linear import linear
+from atb_modules.mlp.experts import moe
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from atb_modules.ops_checks import check_alike, check_norm, check_product
+from atb_modules.norm.modulated import modulated_norm
+from atb_modules.norm.modules import NormType
+from atb_modules.ops_checks import check_alike, check_mlp, check_norm, check_product
 from atb_modules.spec import AttentionSpec
+from atb_modules.strategies import parse_enum
 
 __all__ = [
     "activation",
@@ -30,6 +36,7 @@ __all__ = [
     "fused_attention",
     "fused_layernorm_matmul",
     "fused_mlp",
+    "fused_mlp_residual_norm",
     "fused_rmsnorm_matmul",
     "gated_activation",
     "layer_norm",
@@ -37,6 +44,8 @@ __all__ = [
     "matmul",
     "merge_attention",
     "merge_heads",
+    "modulated_norm",
+    "moe",
     "paged_attention",
     "rms_norm",
     "rotary",
@@ -149,6 +158,64 @@ def fused_mlp(x: Tensor, gate_w: Tensor | None, up_w: Tensor, down_w: Tensor, *,
     check_product(up, down_w, False, None, ("x @ up_w", "down_w"))
     hidden = activation(up, kind) if gate_w is None else gated_activation(matmul(x, gate_w), up, kind)
     return matmul(hidden, down_w)
+
+
+def fused_mlp_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    gate_w: Tensor | None,
+    up_w: Tensor,
+    down_w: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_type: str = NormType.RMSNORM,
+    eps: float = 1e-6,
+    kind: str = "silu",
+    dropout_p: float = 0.0,
+    strategy: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``h = residual + dropout(fused_mlp(x))`` and its norm: returns ``(norm(h), h)``, h rounded to x's dtype first.
+
+    Args:
+        x, residual: (..., hidden) of one dtype.
+        gate_w, up_w, down_w, kind: see ``fused_mlp``.
+        norm_weight, norm_bias: (hidden,) of the norm; RMSNorm has no bias.
+        norm_type: "rmsnorm" or "layernorm".
+        dropout_p: probability of dropping a value of the branch; the others grow by 1 / (1 - dropout_p). What is
+            dropped is drawn from torch's generator before a kernel is chosen: one seed, one result for all of them.
+    """
+    check_mlp(x, gate_w, up_w, down_w, kind)
+    layer_norm = parse_enum(NormType, norm_type, "norm_type") is NormType.LAYERNORM
+    if norm_bias is not None and not layer_norm:
+        raise ValueError("norm_bias is given with norm_type 'rmsnorm'; allowed: None")
+    if down_w.shape[1] != x.shape[-1]:
+        raise ValueError(f"down_w has shape {tuple(down_w.shape)}; x of width {x.shape[-1]} needs as many columns")
+    check_alike("residual", residual, "x", x)
+    check_norm(x, norm_weight=norm_weight, norm_bias=norm_bias)
+    check_number("eps", eps, "a finite number >= 0", lambda value: value >= 0)
+    check_probability("dropout_p", dropout_p)
+    tensors = (x, residual, gate_w, up_w, down_w, norm_weight, norm_bias)
+    traits = MLPChainTraits(
+        device_type=x.device.type,
+        dtype=x.dtype,
+        weight_dtype=up_w.dtype,
+        rows=count(x.shape[:-1]),
+        hidden_size=x.shape[-1],
+        intermediate_size=up_w.shape[1],
+        gated=gate_w is not None,
+        dropout=dropout_p > 0,
+        requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+        autocast=under_autocast(x.device.type),
+        contiguous=x.is_contiguous() and residual.is_contiguous(),
+    )
+    kernel = resolve("fused_mlp_residual_norm", None, traits, strategy)
+    keep = (torch.rand(x.shape, device=x.device) >= dropout_p).to(torch.uint8) if dropout_p else None
+    gate = None if gate_w is None else gate_w.t()
+    dropout = (keep, 1.0 / (1.0 - dropout_p))
+    return kernel.function(
+        x, residual, gate, up_w.t(), down_w.t(), kind, *dropout, norm_weight, norm_bias, float(eps), layer_norm
+    )
 
 
 def matmul(a: Tensor, b: Tensor, trans_b: bool = False, *, bias: Tensor | None = None) -> Tensor:

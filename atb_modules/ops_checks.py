@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atb_modules.checks import check_bool, check_floating
 from atb_modules.kernels.traits import under_autocast
+from atb_modules.mlp.functional import KINDS
 
 
 def check_product(a: Tensor, b: Tensor, trans_b: bool, bias: Tensor | None, names: tuple[str, str]) -> None:
@@ -75,3 +76,24 @@ def check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
         raise TypeError(f"{name} is {tensor.dtype}; {other_name} is {other.dtype}, they must be equal")
     if tensor.device != other.device:
         raise ValueError(f"{name} is on {tensor.device}; {other_name} is on {other.device}, they must be equal")
+
+
+def check_mlp(x: Tensor, gate_w: Tensor | None, up_w: Tensor, down_w: Tensor, kind: str) -> None:
+    """Raises unless the weights (in, out) are those of a feed-forward of x (..., in)."""
+    check_product(x, up_w, False, None, ("x", "up_w"))
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if gate_w is not None:
+        check_product(x, gate_w, False, None, ("x", "gate_w"))
+    for name, weight in (("gate_w", gate_w), ("up_w", up_w), ("down_w", down_w)):
+        check_floating(name, weight, optional=name == "gate_w")
+        if weight is not None and weight.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}; allowed: (in, out)")
+    if gate_w is not None and gate_w.shape != up_w.shape:
+        raise ValueError(f"gate_w has shape {tuple(gate_w.shape)}; up_w has {tuple(up_w.shape)}, must be equal")
+    if down_w.shape[0] != up_w.shape[1]:
+        raise ValueError(
+            f"x @ up_w has {up_w.shape[1]} features; down_w of shape {tuple(down_w.shape)} takes {down_w.shape[0]}"
+        )
+    if down_w.device != x.device:
+        raise ValueError(f"down_w is on {down_w.device}; x is on {x.device}, they must be equal")

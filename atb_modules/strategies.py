@@ -28,7 +28,7 @@ class AttentionStrategy(StrEnum):
 
 
 class NormStrategy(StrEnum):
-    """Who computes RMSNorm and LayerNorm, alone or fused with the residual add."""
+    """Who computes RMSNorm and LayerNorm, alone, fused with the residual add, or modulated (AdaLN)."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -37,7 +37,7 @@ class NormStrategy(StrEnum):
 
 
 class MLPStrategy(StrEnum):
-    """Who computes the activation between the two products of a feed-forward."""
+    """Who computes the activation of a feed-forward, a mixture of experts, and the chain of one with a norm."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -98,7 +98,10 @@ OP_FAMILIES: dict[str, type[StrEnum]] = {
     "add_rms_norm": NormStrategy,
     "layer_norm": NormStrategy,
     "add_layer_norm": NormStrategy,
+    "modulated_norm": NormStrategy,
     "gated_activation": MLPStrategy,
+    "moe": MLPStrategy,
+    "fused_mlp_residual_norm": MLPStrategy,
     "linear": LinearStrategy,
     "rotary": RotaryStrategy,
     "cache_append": CacheStrategy,

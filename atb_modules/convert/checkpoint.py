@@ -213,7 +213,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     source = ConfigSource(metadata, str(path))
     arch = source.word("general.architecture", "")
     family = family_of_gguf(arch)
-    if family is None:
+    if family is None or family.gguf_config is None:
         raise source.error(f"general.architecture {arch!r} is not supported; allowed: {families_text(gguf=True)}")
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = [source.token_ids(f"tokenizer.ggml.{key}") for key in keys]
@@ -224,7 +224,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     metadata["vocab_size"] = embed.shape[0]
     # Files without a head are tied; one whose head was lost on the way cannot be told from them.
     metadata["tied"] = "output.weight" not in tensors.infos
-    config = _named(source, lambda: family.gguf_config(source, arch))
+    read_config = family.gguf_config
+    config = _named(source, lambda: read_config(source, arch))
     wanted = [*canonical_names(replace(config, tie_word_embeddings=True)), "lm_head.weight"]
     stored = {name: gguf_name(family, name) for name in wanted}
     if _FREQUENCIES in tensors.infos:

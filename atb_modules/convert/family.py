@@ -7,12 +7,14 @@ Canonical names are what our model's state dict accepts (projections unfused)::
     layers.{i}.attention.o_proj.{weight,bias}
     layers.{i}.attention.{q_norm,k_norm}.weight
     layers.{i}.mlp.{gate_proj,up_proj,down_proj}.{weight,bias}
+    layers.{i}.mlp.router.weight, layers.{i}.mlp.experts.{e}.{gate_proj,up_proj,down_proj}.weight    a mixture
     layers.{i}.{attention_norm,mlp_norm}.weight            before a block
     layers.{i}.{attention_post_norm,mlp_post_norm}.weight  after a block (sandwich)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from atb_modules.models.config import ModelConfig
 
 from .source import ConfigSource
 
+_EXPERT = re.compile(r"\.(\d+)\.")
 HF_MODEL = {"embed": "embed_tokens", "norm": "norm"}
 HF_LAYER = {
     "attention.qkv.q_proj": "self_attn.q_proj",
@@ -59,8 +62,8 @@ class Family:
         model_types: `model_type` words of config.json that it reads.
         config: ModelConfig from a config.json.
         gguf_architectures: `general.architecture` words of GGUF files that it reads.
-        gguf_config: ModelConfig from the metadata of a GGUF.
-        hf_layer, gguf_layer: foreign names of the parts of a layer.
+        gguf_config: ModelConfig from the metadata of a GGUF; None where no such file is read.
+        hf_layer, gguf_layer: foreign names of the parts of a layer; `*` stands for the number of an expert.
         gguf_permuted: GGUF files hold q and k for the interleaved rotary layout.
         gguf_norm_offset: what GGUF files have added to every norm weight.
     """
@@ -68,8 +71,8 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     config: Callable[[ConfigSource], ModelConfig]
-    gguf_architectures: tuple[str, ...]
-    gguf_config: Callable[[ConfigSource, str], ModelConfig]
+    gguf_architectures: tuple[str, ...] = ()
+    gguf_config: Callable[[ConfigSource, str], ModelConfig] | None = None
     hf_layer: Mapping[str, str] = field(default_factory=lambda: HF_LAYER)
     gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
     gguf_permuted: bool = False
@@ -91,10 +94,7 @@ def canonical_names(config: ModelConfig) -> list[str]:
         if config.norm_placement == "sandwich":
             names.append(prefix + "attention_post_norm.weight")
         names.append(prefix + "mlp_norm.weight")
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            names.append(f"{prefix}mlp.{part}.weight")
-            if config.mlp_bias:
-                names.append(f"{prefix}mlp.{part}.bias")
+        names += [prefix + name for name in _mlp_names(config, layer)]
         if config.norm_placement == "sandwich":
             names.append(prefix + "mlp_post_norm.weight")
     names.append("norm.weight")
@@ -103,11 +103,22 @@ def canonical_names(config: ModelConfig) -> list[str]:
     return names
 
 
+def _mlp_names(config: ModelConfig, layer: int) -> list[str]:
+    moe = config.moe_of(layer)
+    parts = [""] if moe is None else [f"experts.{number}." for number in range(moe.num_experts)]
+    kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+    names = [
+        f"mlp.{part}{name}.{kind}" for part in parts for name in ("gate_proj", "up_proj", "down_proj") for kind in kinds
+    ]
+    return names if moe is None else ["mlp.router.weight", *names]
+
+
 def canonical_shape(config: ModelConfig, name: str) -> tuple[int, ...]:
     """Shape of a weight by its canonical name."""
     part, kind = name.rsplit(".", 1)
     part = part.rsplit(".", 1)[-1]
-    hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, head = config.hidden_size, config.head_dim
+    width = config.expert_size if ".experts." in name else config.intermediate_size
     q, kv = config.num_heads * head, config.num_kv_heads * head
     shapes = {
         "embed": (config.vocab_size, hidden),
@@ -121,6 +132,7 @@ def canonical_shape(config: ModelConfig, name: str) -> tuple[int, ...]:
         "gate_proj": (width, hidden),
         "up_proj": (width, hidden),
         "down_proj": (hidden, width),
+        "router": (0 if config.moe is None else config.moe.num_experts, hidden),
     }
     shape: tuple[int, ...] = shapes.get(part, (hidden,))
     return shape[:1] if kind == "bias" else shape
@@ -140,5 +152,9 @@ def _foreign(name: str, prefix: str, model: Mapping[str, str], layers: str, laye
     part, kind = name.rsplit(".", 1)
     if part.startswith("layers."):
         _, index, part = part.split(".", 2)
-        return f"{layers}{index}.{layer[part]}.{kind}"
+        expert = _EXPERT.search(part)
+        if expert is None:
+            return f"{layers}{index}.{layer[part]}.{kind}"
+        theirs = layer[_EXPERT.sub(".*.", part)].replace("*", expert[1])
+        return f"{layers}{index}.{theirs}.{kind}"
     return f"{'' if part == 'lm_head' else prefix}{model[part]}.{kind}"

@@ -115,6 +115,52 @@ class ActivationTraits:
 
 
 @dataclass(frozen=True)
+class MoETraits:
+    """``tokens`` rows of hidden_size channels, each through ``top_k`` of ``num_experts`` feed-forwards."""
+
+    device_type: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool = True
+    grouped_products: bool = False  # one launch serves all experts, whatever the routing
+    requires_grad: bool = False
+    autocast: bool = False
+    contiguous: bool = True
+
+    @property
+    def expert_weights(self) -> float:
+        """Elements of the matrices of one expert."""
+        return (3.0 if self.gated else 2.0) * self.hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class MLPChainTraits:
+    """``rows`` of hidden_size channels through a feed-forward, onto the residual stream and through a norm."""
+
+    device_type: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    rows: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool = True
+    dropout: bool = False
+    requires_grad: bool = False
+    autocast: bool = False
+    contiguous: bool = True
+
+    @property
+    def weights(self) -> float:
+        """Elements of the matrices."""
+        return (3.0 if self.gated else 2.0) * self.hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True)
 class LinearTraits:
     """x (rows, in_features) times weight (out_features, in_features) transposed."""
 
@@ -180,6 +226,8 @@ Traits = (
     | PagedAttentionTraits
     | NormTraits
     | ActivationTraits
+    | MoETraits
+    | MLPChainTraits
     | LinearTraits
     | RotaryTraits
     | CacheAppendTraits

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from atb_modules.checks import check_bool, check_int, check_probability, check_type
 from atb_modules.linear import Linear, fuse_on_load, may_overwrite
 from atb_modules.mlp.functional import activation, gated_activation
+from atb_modules.mlp.routing import MoEConfig
 from atb_modules.strategies import LinearStrategy, MLPStrategy, parse_enum
 
 
@@ -45,18 +46,23 @@ class MLPConfig:
         dropout: probability of dropping an activation before the down projection, in training.
         strategy: an ``MLPStrategy`` or its word, for the activation.
         linear_strategy: a ``LinearStrategy`` or its word, for the projections.
+        moe: a ``MoEConfig`` where the feed-forward is a mixture of experts (``MoE``), None for a ``FeedForward``.
     """
 
     bias: bool = False
     dropout: float = 0.0
     strategy: str = "auto"
     linear_strategy: str = "auto"
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         check_bool("bias", self.bias)
         check_probability("dropout", self.dropout)
         object.__setattr__(self, "strategy", parse_enum(MLPStrategy, self.strategy, "strategy"))
         object.__setattr__(self, "linear_strategy", parse_enum(LinearStrategy, self.linear_strategy, "linear_strategy"))
+        check_type("moe", self.moe, MoEConfig, optional=True)
+        if self.moe is not None and self.dropout:
+            raise ValueError(f"dropout is {self.dropout}; a mixture of experts (moe) allows 0.0")
 
 
 class FeedForward(nn.Module):
@@ -82,6 +88,8 @@ class FeedForward(nn.Module):
         check_int("hidden_size", hidden_size)
         check_int("intermediate_size", intermediate_size)
         check_type("config", config, MLPConfig, optional=True)
+        if config is not None and config.moe is not None:
+            raise ValueError("config.moe is a MoEConfig, which MoE takes; a FeedForward allows None")
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mlp_type = parse_enum(MLPType, mlp_type, "mlp_type")
         self.config = config if config is not None else MLPConfig()

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.checks import check_bool, check_floating, is_floating
+from atb_modules.kernels.activation import activation_torch
 from atb_modules.kernels.registry import resolve
-from atb_modules.kernels.torch.mlp import activation_torch
 from atb_modules.kernels.traits import ActivationTraits, count
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")

@@ -12,7 +12,7 @@ import torch
 from atb_modules.attention.rope import RotaryConfig
 from atb_modules.checks import LARGEST_COUNT, check_bool, check_int, check_number, check_positive, check_type
 from atb_modules.layer import NormPlacement
-from atb_modules.mlp import MLPType
+from atb_modules.mlp import MLPType, MoEConfig
 from atb_modules.norm import NormCastOrder
 from atb_modules.strategies import AttentionType, parse_enum
 
@@ -41,6 +41,9 @@ class ModelConfig:
         qk_norm: queries and keys are normed, each head by itself, before they are rotated.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         mlp_type: word of `MLPType`.
+        moe: mixture of experts in the place of each feed-forward, None for none.
+        moe_intermediate_size: channels inside of an expert; None for intermediate_size.
+        dense_layers: layers whose feed-forward is none all the same.
         norm_placement: "pre" or "sandwich".
         attention_scale: factor of the scores; None for head_dim ** -0.5.
         attention_softcap, logit_softcap: cap * tanh(x / cap) on scores and on logits; None for none.
@@ -68,6 +71,9 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     mlp_type: str = "swiglu"
+    moe: MoEConfig | None = None
+    moe_intermediate_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
     norm_placement: str = "pre"
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -107,8 +113,24 @@ class ModelConfig:
             check_int(f"windows[{index}]", window, 0, optional=True)
         for index, rotary in enumerate(self._tuple("rotary", self.num_layers)):
             check_type(f"rotary[{index}]", rotary, RotaryConfig)
+        check_type("moe", self.moe, MoEConfig, optional=True)
+        check_int("moe_intermediate_size", self.moe_intermediate_size, optional=True)
+        for index, layer in enumerate(self._tuple("dense_layers")):
+            check_int(f"dense_layers[{index}]", layer, 0, self.num_layers - 1)
+        for name in ("moe_intermediate_size", "dense_layers"):
+            if self.moe is None and getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)} and moe None; allowed: with a MoEConfig")
         for index, token in enumerate(self._tuple("eos_token_ids")):
             check_int(f"eos_token_ids[{index}]", token, 0)
+
+    @property
+    def expert_size(self) -> int:
+        """Channels inside of an expert."""
+        return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+
+    def moe_of(self, layer: int) -> MoEConfig | None:
+        """The mixture of a layer, None for a plain feed-forward."""
+        return None if layer in self.dense_layers else self.moe
 
     def _tuple(self, name: str, entries: int | None = None) -> tuple:
         """The tuple that the field `name` holds from now on; raises unless it is a sequence of `entries` entries."""

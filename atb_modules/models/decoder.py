@@ -66,7 +66,7 @@ class DecoderModel(nn.Module):
                 config.hidden_size,
                 config.num_heads,
                 config.head_dim,
-                config.intermediate_size,
+                config.intermediate_size if config.moe_of(index) is None else config.expert_size,
                 num_kv_heads=config.num_kv_heads,
                 attention_type=attention_type,
                 mlp_type=config.mlp_type,
@@ -84,7 +84,7 @@ class DecoderModel(nn.Module):
                     qk_norm_config=norm,
                 ),
                 norm=norm,
-                mlp=MLPConfig(bias=config.mlp_bias),
+                mlp=MLPConfig(bias=config.mlp_bias, moe=config.moe_of(index)),
                 device=device,
                 dtype=dtype,
             )

@@ -21,11 +21,13 @@ _CLASSES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Compared by what they compute, not by how they are written.
-_BY_MEANING = ("family", "rotary", "attention_scale", "max_positions")
+_BY_MEANING = ("family", "rotary", "attention_scale", "max_positions", "moe_intermediate_size")
 
 
 def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -44,14 +46,18 @@ def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         values |= _gemma3(config)
     else:
         values |= {"hidden_act": _activation(config), **_one_rotary(config)}
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "qwen3_moe"):
         values["attention_bias"] = config.output_bias
     if family == "llama":
         values["mlp_bias"] = config.mlp_bias
-    elif family == "mistral":
+    elif family in ("mistral", "mixtral"):
         values["sliding_window"] = _sliding_window(config)
     elif family in ("qwen2", "qwen3"):
         values |= _switched_windows(config)
+    elif family == "qwen3_moe":
+        values |= {"sliding_window": _sliding_window(config), "use_sliding_window": _sliding_window(config) is not None}
+    if family in ("mixtral", "qwen3_moe"):
+        values |= _mixture(config)
     _check_reads_back(config, family, values)
     return values
 
@@ -111,6 +117,21 @@ def _switched_windows(config: ModelConfig) -> dict[str, Any]:
         "max_window_layers": kinds.index(_LOCAL) if _LOCAL in kinds else config.num_layers,
         "layer_types": kinds,
     }
+
+
+def _mixture(config: ModelConfig) -> dict[str, Any]:
+    if config.moe is None:
+        raise _refused("moe", None, "allowed: a MoEConfig")
+    values: dict[str, Any] = {"num_local_experts": config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
+    if config.family == "qwen3_moe":
+        values |= {
+            "num_experts": config.moe.num_experts,  # as older versions of transformers have it
+            "norm_topk_prob": config.moe.router.normalize,
+            "moe_intermediate_size": config.expert_size,
+            "mlp_only_layers": list(config.dense_layers),
+            "decoder_sparse_step": 1,
+        }
+    return values
 
 
 def _scale(config: ModelConfig) -> float:
@@ -202,6 +223,8 @@ def _check_reads_back(config: ModelConfig, family: str, values: dict[str, Any]) 
         ours, theirs = getattr(config, field.name), getattr(back, field.name)
         if field.name not in _BY_MEANING and ours != theirs:
             raise _refused(field.name, ours, f"a config.json of family {family!r} would read back {theirs!r}")
+    if config.expert_size != back.expert_size:
+        raise _refused("moe_intermediate_size", config.expert_size, f"family {family!r} would read {back.expert_size}")
     ours, theirs = _scale(config), _scale(back)
     if not math.isclose(ours, theirs, rel_tol=1e-6):
         raise _refused("attention_scale", ours, f"a config.json of family {family!r} would read back {theirs}")

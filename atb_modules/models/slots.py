@@ -13,10 +13,9 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-def _rows(config: ModelConfig, part: str) -> slice:
-    """Output channels of a part in its fused weight."""
-    q, kv, width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, 0
-    width = config.intermediate_size
+def _rows(config: ModelConfig, part: str, width: int) -> slice:
+    """Output channels of a part in its fused weight; ``width`` are those of the gate."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
         "q_proj": slice(0, q),
         "k_proj": slice(q, q + kv),
@@ -34,9 +33,14 @@ def weight_slots(model: DecoderModel) -> dict[str, Tensor]:
     slots = {}
     for name in canonical_names(model.config):
         module, part, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", *name.split("."))
-        if part in _FUSED:
+        mixture, _, number = module.rpartition(".")
+        if mixture.endswith(".experts"):
+            suffix = "" if kind == "weight" else "_bias"
+            whole = parameters[f"{mixture}.{_FUSED.get(part, part)}{suffix}"].detach()[int(number)]
+            slots[name] = whole[_rows(model.config, part, model.config.expert_size)] if part in _FUSED else whole
+        elif part in _FUSED:
             whole = parameters[f"{module}.{_FUSED[part]}.{kind}"]
-            slots[name] = whole.detach()[_rows(model.config, part)]
+            slots[name] = whole.detach()[_rows(model.config, part, model.config.intermediate_size)]
         else:
             slots[name] = parameters[name].detach()
     return slots

@@ -1,4 +1,4 @@
-"""Small random models of the five families, as transformers builds and saves them."""
+"""Small random models of the families, as transformers builds and saves them."""
 
 import pytest
 import torch
@@ -25,6 +25,15 @@ def tiny_config(family, **changes):
         "mistral": {"sliding_window": 9, "head_dim": 16},
         "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
         "qwen3": {"head_dim": 16},
+        "mixtral": {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 2},
+        "qwen3_moe": {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
         "gemma3": {
             "head_dim": 16,
             "sliding_window": 8,
@@ -38,6 +47,8 @@ def tiny_config(family, **changes):
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "mixtral": transformers.MixtralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
         "gemma3": transformers.Gemma3TextConfig,
     }
     return classes[family](**{**sizes, **own[family], **changes})

@@ -1,4 +1,4 @@
-"""All five families against transformers: logits, gradients, greedy tokens, and weights saved back."""
+"""All families against transformers: logits, gradients, greedy tokens, and weights saved back."""
 
 import copy
 
@@ -11,7 +11,7 @@ from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import family_state_dict, save_model
 from atb_modules.models.slots import weight_slots
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe")
 LENGTH = 33
 
 
@@ -41,6 +41,23 @@ def test_logits_equal(pair, ids):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=0)
 
 
+def one_by_one(tensors):
+    """Names and tensors of transformers' modules as its files have them, each expert by itself."""
+    found = {}
+    for name, tensor in tensors.items():
+        start, _, part = name.partition(".experts.")
+        if not part:
+            found[name] = tensor
+            continue
+        mixtral = "block_sparse_moe" in name
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        names = names[:2] if part == "gate_up_proj" else names[2:]
+        for number, expert in enumerate(tensor):
+            for own, weight in zip(names, expert.chunk(len(names)), strict=True):
+                found[f"{start}.experts.{number}.{own}.weight"] = weight
+    return found
+
+
 def test_gradients_equal(pair, ids):
     theirs, directory = pair
     theirs.zero_grad()
@@ -48,7 +65,9 @@ def test_gradients_equal(pair, ids):
     ours = load_model(directory)
     output = ours(ids, labels=ids)
     output.loss.backward()
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    stored = ".block_sparse_moe." if theirs.config.model_type == "mixtral" else ".mlp."
+    parameters = {name.replace(".mlp.", stored): parameter for name, parameter in theirs.named_parameters()}
+    expected = one_by_one({name: parameter.grad for name, parameter in parameters.items()})
     holder = copy.deepcopy(ours)
     for parameter, other in zip(holder.parameters(), ours.parameters(), strict=True):
         parameter.data = other.grad

@@ -9,6 +9,7 @@ import transformers
 
 from atb_modules.attention.rope import RotaryConfig
 from atb_modules.attention.rope_scaling import RotaryScaling
+from atb_modules.mlp import MoEConfig, RouterConfig
 from atb_modules.models.config import ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
@@ -22,6 +23,13 @@ FAMILIES = {
     "mistral": {"windows": (8,) * LAYERS, "head_dim": 16},
     "qwen2": {"qkv_bias": True, "windows": (None, None, 6, 6)},
     "qwen3": QWEN3,
+    "mixtral": {"windows": (8,) * LAYERS, "moe": MoEConfig(5, 2)},
+    "qwen3_moe": {
+        **QWEN3,
+        "moe": MoEConfig(6, 3, router=RouterConfig(normalize=False)),
+        "moe_intermediate_size": 24,
+        "dense_layers": (0, 2),
+    },
     "gemma3": {
         "head_dim": 16,
         "windows": (7, None, 7, None),
@@ -109,6 +117,8 @@ def test_round_trip(family, tied, tmp_path):
         ("qwen2", {"windows": (6, None, None, 6)}),
         ("qwen2", {"windows": (None,) * LAYERS}),
         ("qwen3", {"qkv_bias": True, "output_bias": True, "windows": (None, 6, 6, 6)}),
+        ("mixtral", {"windows": (None,) * LAYERS}),
+        ("qwen3_moe", {"dense_layers": (), "windows": (6,) * LAYERS}),
         ("gemma3", {"attention_scale": None, "logit_softcap": 2.0}),
         ("gemma3", {"windows": (7,) * LAYERS, "rotary": (RotaryConfig(base=5e3),) * LAYERS}),
         ("gemma3", {"windows": (None,) * LAYERS, "rotary": (RotaryConfig(base=5e5),) * LAYERS}),
@@ -182,6 +192,11 @@ def test_a_model_of_transformers_comes_back_as_it_was(family, build_tiny_model, 
         ("llama", {"rotary": (RotaryConfig(partial_factor=0.5),) * LAYERS}, "transformers rotates whole heads"),
         ("mistral", {"qkv_bias": True, "output_bias": True}, "config.qkv_bias is True"),
         ("qwen3", {"mlp_bias": True}, "config.mlp_bias is True"),
+        ("qwen3_moe", {"windows": (None, 6, 6, 6)}, "config.windows is"),
+        ("llama", {"moe": MoEConfig(4, 2)}, "config.moe is MoEConfig"),
+        ("mixtral", {"moe_intermediate_size": 24}, "config.moe_intermediate_size is 24"),
+        ("mixtral", {"moe": None}, "config.moe is None, .*allowed: a MoEConfig"),
+        ("mixtral", {"moe": MoEConfig(4, 2, num_shared_experts=1)}, "config.moe is MoEConfig"),
         ("gemma3", {"attention_softcap": 5.0}, "config.attention_softcap is 5.0"),
         ("gemma3", {"windows": (7, None, 5, None)}, "config.windows is"),
         ("gemma3", {"embedding_scale": 2.0}, "config.embedding_scale is 2.0"),

@@ -1,6 +1,19 @@
 """The C++ kernels of the CPU as torch.library ops (namespace ``atb_modules``)."""
 
-from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_paged, ops_rotary, records
+from . import (
+    library,
+    ops_activation,
+    ops_attention,
+    ops_linear,
+    ops_moe,
+    ops_norm,
+    ops_norm_chains,
+    ops_paged,
+    ops_rotary,
+    records,
+    records_chains,
+    records_moe,
+)
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 from .decode_stack import DecodeStackPlan
 
@@ -13,8 +26,12 @@ __all__ = [
     "ops_activation",
     "ops_attention",
     "ops_linear",
+    "ops_moe",
     "ops_norm",
+    "ops_norm_chains",
     "ops_paged",
     "ops_rotary",
     "records",
+    "records_chains",
+    "records_moe",
 ]

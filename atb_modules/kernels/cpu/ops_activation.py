@@ -74,7 +74,7 @@ define(
 )
 
 
-def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """act(x) and act'(x), float32."""
     if kind == "silu":
         gate = torch.sigmoid(x)
@@ -97,7 +97,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     gate, up = ctx.saved_tensors
-    value, slope = _value_and_slope(gate.float(), ctx.kind)
+    value, slope = value_and_slope(gate.float(), ctx.kind)
     g = grad.float()
     return (g * up.float() * slope).to(gate.dtype), (g * value).to(up.dtype), None
 

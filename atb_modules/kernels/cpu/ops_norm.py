@@ -1,4 +1,7 @@
-"""torch.library ops of RMSNorm and LayerNorm, alone and fused with the residual sum; gradients in float32."""
+"""torch.library ops of RMSNorm and LayerNorm, alone and fused with the residual sum; gradients in float32.
+
+Those with dropout before the sum, and those with a modulation behind the norm, are in ``ops_norm_chains``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from . import library, structs
 from .library_ops import LIB, as_rows, call, check_out, check_same, check_vector, define, pointer, threads
 
 
-def _run(
+def run_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -20,7 +23,9 @@ def _run(
     weight_offset: float,
     cast_first: bool,
     layer_norm: bool,
+    chain: tuple = (),
 ) -> None:
+    """The native norm of x into ``out``; ``chain`` are the values of the last fields of ``structs.NormArgs``."""
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, got a scalar")
     dtype = library.dtype_code("x", x.dtype)
@@ -60,6 +65,7 @@ def _run(
         cast_first,
         layer_norm,
         threads(),
+        *chain,
     )
     call("atb_norm", args)
 
@@ -72,7 +78,7 @@ def rms_norm_out(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_first: bool, *, out: Tensor
 ) -> None:
     """RMSNorm over the last axis into `out` (contiguous, x's shape and dtype)."""
-    _run(x, None, weight, None, out, None, eps, weight_offset, cast_first, False)
+    run_norm(x, None, weight, None, out, None, eps, weight_offset, cast_first, False)
 
 
 def add_rms_norm_out(
@@ -87,12 +93,12 @@ def add_rms_norm_out(
     sum_out: Tensor,
 ) -> None:
     """sum_out = x + residual in x's dtype, out = RMSNorm of that rounded sum."""
-    _run(x, residual, weight, None, out, sum_out, eps, weight_offset, cast_first, False)
+    run_norm(x, residual, weight, None, out, sum_out, eps, weight_offset, cast_first, False)
 
 
 def layer_norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, out: Tensor) -> None:
     """LayerNorm over the last axis into `out`."""
-    _run(x, None, weight, bias, out, None, eps, 0.0, False, True)
+    run_norm(x, None, weight, bias, out, None, eps, 0.0, False, True)
 
 
 def add_layer_norm_out(
@@ -106,7 +112,7 @@ def add_layer_norm_out(
     sum_out: Tensor,
 ) -> None:
     """sum_out = x + residual in x's dtype, out = LayerNorm of that rounded sum."""
-    _run(x, residual, weight, bias, out, sum_out, eps, 0.0, False, True)
+    run_norm(x, residual, weight, bias, out, sum_out, eps, 0.0, False, True)
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_first: bool) -> Tensor:
@@ -190,7 +196,7 @@ define(
 )
 
 
-def _norm_gradients(
+def norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad of x, grad of weight, grad of bias), float32, from y = (x - mean) / sqrt(var + eps) * w + b."""
@@ -217,7 +223,7 @@ def _save_rms(ctx, inputs, output) -> None:
 
 def _backward_rms(ctx, grad):
     x, weight = ctx.saved_tensors
-    grad_x, grad_w, _ = _norm_gradients(grad, x, weight, ctx.eps, ctx.weight_offset, False)
+    grad_x, grad_w, _ = norm_gradients(grad, x, weight, ctx.eps, ctx.weight_offset, False)
     return grad_x.to(x.dtype), None if weight is None else grad_w.to(weight.dtype), None, None, None
 
 
@@ -228,7 +234,7 @@ def _save_add_rms(ctx, inputs, output) -> None:
 
 def _backward_add_rms(ctx, grad, grad_sum):
     total, weight = ctx.saved_tensors
-    grad_x, grad_w, _ = _norm_gradients(grad, total, weight, ctx.eps, ctx.weight_offset, False)
+    grad_x, grad_w, _ = norm_gradients(grad, total, weight, ctx.eps, ctx.weight_offset, False)
     grad_x = (grad_x + grad_sum.float()).to(total.dtype)
     # Cloned: one tensor handed to two leaves would be accumulated into twice.
     return grad_x, grad_x.clone(), None if weight is None else grad_w.to(weight.dtype), None, None, None
@@ -241,7 +247,7 @@ def _save_layer(ctx, inputs, output) -> None:
 
 def _backward_layer(ctx, grad):
     x, weight, bias = ctx.saved_tensors
-    grad_x, grad_w, grad_b = _norm_gradients(grad, x, weight, ctx.eps, 0.0, True)
+    grad_x, grad_w, grad_b = norm_gradients(grad, x, weight, ctx.eps, 0.0, True)
     return (
         grad_x.to(x.dtype),
         None if weight is None else grad_w.to(weight.dtype),
@@ -257,7 +263,7 @@ def _save_add_layer(ctx, inputs, output) -> None:
 
 def _backward_add_layer(ctx, grad, grad_sum):
     total, weight, bias = ctx.saved_tensors
-    grad_x, grad_w, grad_b = _norm_gradients(grad, total, weight, ctx.eps, 0.0, True)
+    grad_x, grad_w, grad_b = norm_gradients(grad, total, weight, ctx.eps, 0.0, True)
     grad_x = (grad_x + grad_sum.float()).to(total.dtype)
     return (
         grad_x,

@@ -24,6 +24,9 @@ class NormArgs(ctypes.Structure):
         ("rows width x_stride residual_stride", _I64),
         ("eps weight_offset", _F),
         ("dtype weight_dtype cast_first layer_norm threads", _I32),
+        ("keep scale shift", _P),
+        ("scale_stride shift_stride group", _I64),
+        ("keep_scale", _F),
     )
 
 

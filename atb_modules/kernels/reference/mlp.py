@@ -1,4 +1,4 @@
-"""Reference of the activations between the two products of a feed-forward."""
+"""Reference of the activations between the two products of a feed-forward, and of its chain with the norm behind it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.reference.linear import linear_reference
+from atb_modules.kernels.reference.norm import add_layer_norm_reference, add_rms_norm_reference
 from atb_modules.kernels.registry import Kernel, register
-from atb_modules.kernels.traits import ActivationTraits
+from atb_modules.kernels.traits import ActivationTraits, MLPChainTraits
 from atb_modules.strategies import MLPStrategy
 
 #: The activations by name, as the papers write them (SiLU: Elfwing et al.; GELU: Hendrycks and Gimpel; ReLU2: Primer).
@@ -27,6 +29,35 @@ def gated_activation_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return (FORMULAS[kind](gate.to(compute)) * up.to(compute)).to(gate.dtype)
 
 
+def mlp_residual_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    kind: str,
+    keep: Tensor | None,
+    keep_scale: float,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    layer_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """``h = residual + keep_scale * keep * mlp(x)`` and ``(norm(h), h)``; weights (out, in), keep 0 or 1 or None."""
+    hidden = linear_reference(x, up)
+    if gate is None:
+        compute = torch.promote_types(x.dtype, torch.float32)
+        hidden = FORMULAS[kind](hidden.to(compute)).to(x.dtype)
+    else:
+        hidden = gated_activation_reference(linear_reference(x, gate), hidden, kind)
+    branch = linear_reference(hidden, down)
+    if keep is not None:
+        branch = (branch * keep * keep_scale).to(x.dtype)
+    if layer_norm:
+        return add_layer_norm_reference(branch, residual, norm_weight, norm_bias, eps)
+    return add_rms_norm_reference(branch, residual, norm_weight, eps)
+
+
 def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:
     return ()
 
@@ -36,3 +67,12 @@ def _cost(spec: None, traits: ActivationTraits) -> Cost:
 
 
 register(Kernel("gated_activation", MLPStrategy.REFERENCE, gated_activation_reference, _no_reasons, _cost))
+
+
+def _chain_cost(spec: None, traits: MLPChainTraits) -> Cost:
+    return Cost(operations=2.0 * traits.rows * traits.weights, calls=35)
+
+
+register(
+    Kernel("fused_mlp_residual_norm", MLPStrategy.REFERENCE, mlp_residual_norm_reference, _no_reasons, _chain_cost)
+)

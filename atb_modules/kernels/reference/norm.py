@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from einops import reduce
+from einops import rearrange, reduce
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
@@ -64,6 +64,24 @@ def add_layer_norm_reference(
     return layer_norm_reference(total, weight, bias, eps), total
 
 
+def modulated_norm_reference(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer_norm: bool,
+) -> Tensor:
+    """``norm(x) * (1 + scale) + shift``: x (rows, width); scale and shift (groups, width)."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(compute)
+    normed = layer_norm_reference(wide, weight, bias, eps) if layer_norm else rms_norm_reference(wide, weight, eps)
+    grouped = rearrange(normed, "(g n) d -> g n d", g=max(scale.shape[0], 1))
+    scale, shift = (rearrange(t.to(compute), "g d -> g 1 d") for t in (scale, shift))
+    return rearrange(grouped[: scale.shape[0]] * (1.0 + scale) + shift, "g n d -> (g n) d").to(x.dtype)
+
+
 def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:
     return ()
 
@@ -77,5 +95,6 @@ for _op, _function in (
     ("add_rms_norm", add_rms_norm_reference),
     ("layer_norm", layer_norm_reference),
     ("add_layer_norm", add_layer_norm_reference),
+    ("modulated_norm", modulated_norm_reference),
 ):
     register(Kernel(_op, NormStrategy.REFERENCE, _function, _no_reasons, _cost))

@@ -58,6 +58,28 @@ def add_layer_norm_torch(
     return layer_norm_torch(total, weight, bias, eps), total
 
 
+def modulated_norm_torch(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer_norm: bool,
+) -> Tensor:
+    """See ``modulated_norm_reference``; rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(wide)
+    normed = layer_norm_torch(rows, weight, bias, eps) if layer_norm else rms_norm_torch(rows, weight, eps)
+    groups = scale.shape[0]
+    grouped = normed.reshape(groups, x.shape[0] // max(groups, 1), x.shape[1])
+    return (
+        torch.addcmul(shift.to(wide).unsqueeze(1), grouped, 1.0 + scale.to(wide).unsqueeze(1))
+        .reshape(x.shape)
+        .to(x.dtype)
+    )
+
+
 def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:
     return ()
 
@@ -71,5 +93,6 @@ for _op, _function in (
     ("add_rms_norm", add_rms_norm_torch),
     ("layer_norm", layer_norm_torch),
     ("add_layer_norm", add_layer_norm_torch),
+    ("modulated_norm", modulated_norm_torch),
 ):
     register(Kernel(_op, NormStrategy.TORCH, _function, _no_reasons, _cost))

@@ -12,13 +12,15 @@
 extern "C" {
 #endif
 
-#define ATB_ABI_VERSION 3
+#define ATB_ABI_VERSION 4
 
 enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
 enum { ATB_BASELINE = 0, ATB_AVX2 = 1, ATB_AVX512 = 2 };
 
-/* RMSNorm or LayerNorm of (rows, width), alone or after `sum = x + residual` rounded to the dtype. */
+/* RMSNorm or LayerNorm of (rows, width), alone or after `sum = x + residual` rounded to the dtype. With
+   `keep` the sum is `keep_scale * keep * x + residual`; with `scale` and `shift` the result is `norm * (1 +
+   scale) + shift`, where `group` rows one after the other share a row of both. */
 typedef struct {
   const void *x, *residual;  /* residual optional */
   const void *weight, *bias; /* optional */
@@ -26,6 +28,10 @@ typedef struct {
   int64_t rows, width, x_stride, residual_stride;
   float eps, weight_offset;
   int32_t dtype, weight_dtype, cast_first, layer_norm, threads;
+  const uint8_t *keep;       /* optional, only with residual: (rows, width) contiguous, 0 or 1 */
+  const void *scale, *shift; /* optional, in the dtype */
+  int64_t scale_stride, shift_stride, group;
+  float keep_scale;
 } atb_norm_args;
 
 /* out = activation(gate) * up, rows with their own strides; out may be gate. */

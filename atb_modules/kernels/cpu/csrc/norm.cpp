@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm over rows, alone or fused with the residual sum.
+// RMSNorm and LayerNorm over rows, alone or fused with the residual sum (and dropout), or modulated.
 #include "stream.h"
 #include "table.h"
 #include "threads.h"
@@ -94,6 +94,8 @@ template <bool WEIGHT, bool BIAS> struct Affine {
   const float *weight, *bias;
   bool cast_first;
 
+  const Affine &of(int64_t) const { return *this; }
+
   template <class T>
   inline __attribute__((always_inline)) vf normalised(const T *x, int64_t i, int64_t n, Scale scale) const {
     vf y = (get(x + i, n) - scale.mean) * scale.inverse;
@@ -104,6 +106,36 @@ template <bool WEIGHT, bool BIAS> struct Affine {
   }
 };
 
+// The same followed by `* (1 + scale) + shift`, whose rows change with the rows of x.
+template <class T, class A> struct Modulated {
+  A affine;
+  const T *scale, *shift;
+  int64_t scale_stride, shift_stride, group;
+
+  Modulated of(int64_t row) const {
+    const int64_t g = row / group;
+    return {affine, scale + g * scale_stride, shift + g * shift_stride, 0, 0, group};
+  }
+  inline __attribute__((always_inline)) vf normalised(const T *x, int64_t i, int64_t n, Scale s) const {
+    return affine.normalised(x, i, n, s) * (get(scale + i, n) + 1.0f) + get(shift + i, n);
+  }
+};
+
+// n bytes of 0 or 1 as floats.
+ATB_INLINE vf get_bytes(const uint8_t *p, int64_t n) {
+  typedef uint8_t vb __attribute__((vector_size(W)));
+  uint8_t part[W] = {};
+  if (n < W) memcpy(part, p, n);
+  return __builtin_convertvector(load_raw<vb>(n < W ? part : p), vf);
+}
+
+// Elements i to i + n of row r of the sum.
+template <class T>
+ATB_INLINE vf summed(const atb_norm_args *a, const T *x, const T *residual, int64_t r, int64_t i, int64_t n) {
+  if (!a->keep) return get(x + i, n) + get(residual + i, n);
+  return get(x + i, n) * (get_bytes(a->keep + r * a->width + i, n) * a->keep_scale) + get(residual + i, n);
+}
+
 template <class T, class A> static void norm_rows(const atb_norm_args *a, Range rows, const A affine) {
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const T *x = (const T *)a->x + r * a->x_stride;
@@ -112,13 +144,14 @@ template <class T, class A> static void norm_rows(const atb_norm_args *a, Range 
       const T *residual = (const T *)a->residual + r * a->residual_stride;
       T *total = (T *)a->sum + r * a->width;
       sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        put<false>(total + i, get(x + i, n) + get(residual + i, n), n);
+        put<false>(total + i, summed(a, x, residual, r, i, n), n);
       });
       x = total;
     }
     const Scale scale = scale_of(a, x);
+    const A mine = affine.of(r);
     sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-      put<false>(out + i, affine.normalised(x, i, n, scale), n);
+      put<false>(out + i, mine.normalised(x, i, n, scale), n);
     });
   }
 }
@@ -129,9 +162,10 @@ template <class T, class A> static void stream_rows(const atb_norm_args *a, Rang
     const T *x = (const T *)a->x + r * a->x_stride, *next = r + 1 < rows.end ? x + a->x_stride : x;
     T *out = (T *)a->out + r * a->width;
     const Scale scale = scale_of(a, x);
+    const A mine = affine.of(r);
     sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
       __builtin_prefetch(next + i, 0, 2);
-      put<true>(out + i, affine.normalised(x, i, n, scale), n);
+      put<true>(out + i, mine.normalised(x, i, n, scale), n);
     });
   }
   stream_fence();
@@ -148,13 +182,14 @@ static void stream_sums(const atb_norm_args *a, Range rows, const A affine, T *k
     const T *x = (const T *)a->x + r * a->x_stride,
             *residual = (const T *)a->residual + r * a->residual_stride;
     T *total = (T *)a->sum + r * a->width, *out = (T *)a->out + (r - 1) * a->width;
+    const A last = affine.of(writes ? r - 1 : r);
     sweep(a->width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
       if (reads) {
-        const vf v = get(x + i, n) + get(residual + i, n);
+        const vf v = summed(a, x, residual, r, i, n);
         put<false>(mine + i, v, n);
         put<true>(total + i, v, n);
       }
-      if (writes) put<true>(out + i, affine.normalised(before, i, n, scale), n);
+      if (writes) put<true>(out + i, last.normalised(before, i, n, scale), n);
     });
     if (reads) scale = scale_of(a, mine);
   }
@@ -181,17 +216,25 @@ template <class T, class A> static void run(const atb_norm_args *a, const A affi
   free(kept);
 }
 
+template <class T, class A> static void run_modulated(const atb_norm_args *a, const A affine) {
+  if (a->scale)
+    run<T>(a, Modulated<T, A>{affine, (const T *)a->scale, (const T *)a->shift, a->scale_stride,
+                              a->shift_stride, a->group});
+  else
+    run<T>(a, affine);
+}
+
 template <class T> static void run_affine(const atb_norm_args *a) {
   float *weight = prepare_any(a, a->weight, true), *bias = prepare_any(a, a->bias, false);
   const bool cast_first = a->cast_first;
   if (weight && bias)
-    run<T>(a, Affine<true, true>{weight, bias, cast_first});
+    run_modulated<T>(a, Affine<true, true>{weight, bias, cast_first});
   else if (weight)
-    run<T>(a, Affine<true, false>{weight, bias, cast_first});
+    run_modulated<T>(a, Affine<true, false>{weight, bias, cast_first});
   else if (bias)
-    run<T>(a, Affine<false, true>{weight, bias, cast_first});
+    run_modulated<T>(a, Affine<false, true>{weight, bias, cast_first});
   else
-    run<T>(a, Affine<false, false>{weight, bias, cast_first});
+    run_modulated<T>(a, Affine<false, false>{weight, bias, cast_first});
   free(weight);
   free(bias);
 }
