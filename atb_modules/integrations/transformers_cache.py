@@ -1,8 +1,9 @@
-"""Our paged cache as a transformers ``Cache``: ``model.generate(..., cache=PagedCache(model.config, max_seq_len=...))``.
+"""Our paged cache as a transformers ``Cache``: ``model.generate(..., cache=PagedCache(model.config, 4096))``.
 
 Keys and values lie in the pages of a ``KVCacheManager``: a step writes its own tokens and moves nothing, beams share
-pages, left padding takes none, and pages behind a sliding window go back to the pool. With ``attn_implementation="atb"``
-attention reads the pages where they lie; with any other it gets dense tensors, gathered at each step.
+pages, left padding takes none, and pages behind a sliding window go back to the pool. With
+``attn_implementation="atb"`` attention reads the pages where they lie; with any other it gets dense tensors, gathered
+at each step.
 """
 
 from __future__ import annotations
@@ -12,65 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
 from atb_modules.checks import check_int
 from atb_modules.integrations.transformers import NAME
+from atb_modules.integrations.transformers_cache_layers import PagedLayer, layer_windows
 from atb_modules.integrations.transformers_pages import CachedStates, ForwardPass, LayerUpdate
-
-_SERVED = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-class PagedLayer(CacheLayerMixin):
-    """What transformers asks of one layer of a ``PagedCache``; everything is kept in the cache itself."""
-
-    is_croppable = True
-
-    def __init__(self, cache: PagedCache, layer_idx: int, sliding_window: int | None) -> None:
-        self._cache, self.layer_idx = cache, layer_idx
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        return self._cache.manager is not None
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """A dense copy of what is kept, (batch, kv_heads, tokens, head_dim), padding as zeros; None while empty."""
-        return self._cache.gather(self.layer_idx, 0)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """As ``keys``."""
-        return self._cache.gather(self.layer_idx, 1)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cache.reserve(key_states, value_states)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self._cache.update(key_states, value_states, self.layer_idx)
-
-    def get_seq_length(self) -> int:
-        return self._cache.get_seq_length(self.layer_idx)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self.get_seq_length()
-        first = self._cache.first_key(self.layer_idx, past)
-        return past + query_length - first, first
-
-    def get_max_length(self) -> int:
-        return self._cache.max_seq_len if self.sliding_window is None else self.sliding_window
 
 
 class PagedCache(Cache):
     """A paged cache for the decoder of a transformers model.
 
     Sequences of a batch are its rows. Room is reserved when the first keys come, for ``max_batch_size`` rows of
-    ``max_seq_len`` tokens; it grows for a larger batch while the cache is empty. ``reset()`` releases all pages, so that
-    the same cache serves the next prompt; without it the next call continues the sequences, as with any cache.
-    Calls under it are not differentiable.
+    ``max_seq_len`` tokens; it grows for a larger batch while the cache is empty. ``reset()`` releases all pages, so
+    that the same cache serves the next prompt; without it the next call continues the sequences, as with any cache.
+    Calls with it are not differentiable.
 
     Args:
         config: the config of the model, itself and no copy: its attention implementation is looked up in it.
@@ -101,7 +59,7 @@ class PagedCache(Cache):
         check_int("num_pages", num_pages, optional=True)
         self.max_seq_len, self.page_size, self.max_batch_size = max_seq_len, page_size, max_batch_size
         self.num_pages, self.dtype = num_pages, dtype
-        windows = _layer_windows(config)
+        windows = layer_windows(config)
         super().__init__(layers=[PagedLayer(self, index, window) for index, window in enumerate(windows)])
         self.windows = windows
         self._config = config.get_text_config(decoder=True)
@@ -183,7 +141,9 @@ class PagedCache(Cache):
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise ValueError("keys require gradients, and PagedCache keeps none; allowed: calls under torch.no_grad()")
         if values.shape != keys.shape:
-            raise ValueError(f"layer {layer_idx} has keys {tuple(keys.shape)} and values {tuple(values.shape)}; allowed: equal")
+            raise ValueError(
+                f"layer {layer_idx} has keys {tuple(keys.shape)} and values {tuple(values.shape)}; allowed: equal"
+            )
         manager = self.reserve(keys, values)
         if (keys.shape[1], keys.shape[3]) != (manager.num_kv_heads, manager.head_dim):
             raise ValueError(
@@ -191,7 +151,9 @@ class PagedCache(Cache):
                 f"{manager.num_kv_heads} of {manager.head_dim}; allowed: the same in all layers"
             )
         if keys.device != manager.device:
-            raise ValueError(f"layer {layer_idx} is on {keys.device}, the cache on {manager.device}; allowed: one device")
+            raise ValueError(
+                f"layer {layer_idx} is on {keys.device}, the cache on {manager.device}; allowed: one device"
+            )
 
     def _joined_pass(self, layer_idx: int, keys: Tensor) -> ForwardPass:
         """The forward pass that these keys belong to: a new one where all layers have taken part in the last."""
@@ -200,7 +162,8 @@ class PagedCache(Cache):
         if current is None or len(current.served) == len(self.layers):
             if self._length and batch != len(self.padding):
                 raise ValueError(
-                    f"keys have batch {batch}, the cache holds {len(self.padding)} rows; allowed: as many, or reset() first"
+                    f"keys have batch {batch}, the cache holds {len(self.padding)} rows; allowed: as many, or reset() "
+                    "first"
                 )
             current = self._pass = ForwardPass(self._length, tokens, batch)
             self._length += tokens
@@ -212,7 +175,8 @@ class PagedCache(Cache):
             )
         elif (batch, tokens) != (current.batch, current.tokens):
             raise ValueError(
-                f"layer {layer_idx} brings {tokens} tokens of {batch} rows, earlier ones {current.tokens} of {current.batch}"
+                f"layer {layer_idx} brings {tokens} tokens of {batch} rows, "
+                f"earlier ones {current.tokens} of {current.batch}"
             )
         current.served.add(layer_idx)
         return current
@@ -232,13 +196,17 @@ class PagedCache(Cache):
             lengths = [current.tokens - count for count in left_out]
             first = torch.tensor(left_out, device=manager.device)[:, None]
             current.real = torch.arange(current.tokens, device=manager.device) >= first
-        current.step = manager.step(lengths)
+        try:
+            current.step = manager.step(lengths)
+        except BaseException:
+            self._length, self._pass, self._newest = current.past, None, None
+            raise
         self.padding = [held + count for held, count in zip(self.padding, left_out, strict=True)]
         return current.step
 
     def _left_padding(self, current: ForwardPass, real: Tensor | None) -> list[int]:
         """How many of a row's new tokens are padding before its first real one."""
-        if real is None or all(held < current.past for held in self.padding) and current.past:
+        if real is None or all(held < current.past for held in self.padding):
             return [0] * current.batch
         counts = (real.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
         return [count if held == current.past else 0 for held, count in zip(self.padding, counts, strict=True)]
@@ -260,12 +228,16 @@ class PagedCache(Cache):
         assert self.manager is not None
         return self.manager.layer_groups[layer_idx]
 
-    def places(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Page and offset (batch, n) of the tokens [first, end) of each row, and bool (batch, n, 1, 1): not kept."""
+    def places(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Page and offset (batch, n) of the tokens [first, end) of each row, and which are not kept, if any: bool
+        (batch, n, 1, 1).
+        """
         padding = torch.tensor(self.padding, device=table.device)[:, None]
         at = torch.arange(first, end, device=table.device) - padding
         page = table.gather(1, at.clamp(min=0) // self.page_size)
-        return page.clamp(min=0), at.clamp(min=0) % self.page_size, ((at < 0) | (page < 0))[:, :, None, None]
+        lacking = (at < 0) | (page < 0)
+        hidden = lacking[:, :, None, None] if bool(lacking.any()) else None
+        return page.clamp(min=0), at.clamp(min=0) % self.page_size, hidden
 
     def gather(self, layer_idx: int, part: int) -> Tensor | None:
         """A dense copy of the keys (``part`` 0) or values (1) that a layer keeps; None while it is empty."""
@@ -276,6 +248,58 @@ class PagedCache(Cache):
         rows = [manager.gather(layer_idx, row)[part] for row in range(manager.batch_size)]
         longest = max(row.shape[1] for row in rows)
         return torch.stack([torch.nn.functional.pad(row, (0, 0, longest - row.shape[1], 0)) for row in rows])
+
+    # Prefixes
+
+    def register_prefix(self, input_ids: Tensor, *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Makes the full pages of every row findable by its tokens, for later prompts that begin with them.
+
+        Args:
+            input_ids: integers (batch, tokens) that were computed into the rows, left padding included; more tokens
+                than the rows hold are left out, so that what ``generate`` returned can be given as it is.
+            salt, adapter: what else must be equal for a prompt to match.
+
+        Returns:
+            Tokens of the first row that can be found: a multiple of the page size.
+        """
+        manager = self._settled()
+        if manager is None or input_ids.dim() != 2 or input_ids.shape[0] != len(self.padding):
+            raise ValueError(f"input_ids is {tuple(input_ids.shape)}; the cache holds {len(self.padding)} rows")
+        registered = [
+            manager.register_prefix(row, input_ids[row, held : self._length], salt=salt, adapter=adapter)
+            for row, held in enumerate(self.padding)
+        ]
+        return registered[0]
+
+    def join_prefix(self, input_ids: Tensor, *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Opens a row for every prompt, on the registered pages that all of them begin with; the cache must be empty.
+
+        ``model.generate(input_ids, cache=cache)`` then computes only the tokens after these. The last token of a
+        prompt is never taken from a page, because its logits are wanted.
+
+        Args:
+            input_ids: integers (batch, tokens), without padding.
+
+        Returns:
+            Tokens of each prompt that the cache holds now, 0 where nothing matches.
+        """
+        if self._length:
+            raise ValueError(f"the cache holds {self._length} tokens; allowed: an empty one, after reset()")
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids is {tuple(input_ids.shape)}; allowed: (batch, tokens)")
+        manager, count = self.manager, input_ids.shape[1] - 1
+        keys: dict[str, Any] = {"salt": salt, "adapter": adapter}
+        while manager is not None and count > 0:
+            # What matches in one row only may be too long for another, and behind a window too short to join on.
+            matched = min(manager.match_prefix(row[:count], **keys) for row in input_ids)
+            if matched == count:
+                manager.begin(0)
+                for row in input_ids:
+                    manager.join_prefix(row[:count], **keys)
+                self._length, self.padding = count, [0] * input_ids.shape[0]
+                return count
+            count = matched
+        return 0
 
     # Changes of the rows
 
@@ -344,14 +368,3 @@ class PagedCache(Cache):
         self._recording = True
         if self.manager is not None:
             self.manager.hold_windows(True)
-
-
-def _layer_windows(config: Any) -> tuple[int | None, ...]:
-    """How many keys a query sees, itself counted, in each layer; None for all. Raises for layers of another kind."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(config).__name__} is of an encoder-decoder model; PagedCache serves decoders alone")
-    types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    for index, word in enumerate(types):
-        if word not in _SERVED:
-            raise ValueError(f"layer {index} of {type(config).__name__} is {word!r}; PagedCache serves {', '.join(_SERVED)}")
-    return tuple(layer.get("sliding_window") for layer in options)

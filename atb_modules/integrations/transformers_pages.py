@@ -1,8 +1,8 @@
 """What a ``PagedCache`` hands to attention instead of dense keys and values, and attention over its pages.
 
-``update`` of a transformers cache returns keys and values. Dense ones would have to be gathered from the pages for every
-layer at every step, so our door gets a ``CachedStates`` and reads the pages where they lie. Anybody else who takes it
-for a tensor gets the dense one, and that is logged once.
+``update`` of a transformers cache returns keys and values. Dense ones would have to be gathered from the pages for
+every layer at every step, so our door gets a ``CachedStates`` and reads the pages where they lie. Anybody else who
+takes it for a tensor gets the dense one, and that is logged once.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ForwardPass:
         self.served: set[int] = set()
         self.step: CacheStep | None = None
         self.real: Tensor | None = None
-        self.padding_kept: dict[int, tuple[StructuredMask, bool]] = {}
-        self.places: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self.padding_kept: dict[tuple[int, int], tuple[Any, bool]] = {}
+        self.places: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
 
 
 class LayerUpdate:
@@ -68,7 +68,7 @@ class LayerUpdate:
 
     @functools.cached_property
     def dense(self) -> tuple[Tensor, Tensor]:
-        """All keys and values that the mask of this layer is about, padding as zeros: (batch, kv_heads, n, head_dim)."""
+        """All keys and values that this layer's mask is about, padding as zeros: (batch, kv_heads, n, head_dim)."""
         step, forward = self.write(), self.forward
         if not forward.past:
             return self.keys, self.values
@@ -80,8 +80,9 @@ class LayerUpdate:
             places = forward.places[which] = self.cache.places(table, first, forward.past + forward.tokens)
         page, offset, hidden = places
         k, v = (take_tokens(pages, page, offset) for pages in self.cache.pages(self.layer_idx))
-        k, v = (states.masked_fill(hidden, 0.0).transpose(1, 2) for states in (k, v))
-        return k.to(self.keys.dtype), v.to(self.values.dtype)
+        if hidden is not None:
+            k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+        return k.transpose(1, 2).to(self.keys.dtype), v.transpose(1, 2).to(self.values.dtype)
 
     def attend(
         self,
@@ -96,7 +97,7 @@ class LayerUpdate:
         """
         structure = mask if isinstance(mask, StructuredMask) else None
         step = self.write(_newest(structure, self.forward.tokens))
-        if not self.forward.past or isinstance(mask, Tensor) or not self._pages_hold(structure):
+        if not self.forward.past or not self._pages_hold(mask) or isinstance(mask, Tensor):
             return None
         kept = self.forward.past - self.cache.first_key(self.layer_idx, self.forward.past)
         left = _window(structure, query.shape[2], self.forward.past, kept)
@@ -119,23 +120,33 @@ class LayerUpdate:
         whole[real] = out
         return whole
 
-    def _pages_hold(self, structure: StructuredMask | None) -> bool:
-        """Whether the pages of the rows hold exactly the tokens that the mask calls real."""
-        padding = self.cache.padding
-        if structure is None or structure.padding is None and not any(padding):
-            return not any(padding)
-        known = self.forward.padding_kept.get(id(structure))
+    def _pages_hold(self, mask: StructuredMask | Tensor | None) -> bool:
+        """Whether the pages hold exactly the tokens that the mask calls real; raises where they lack one."""
+        padding, forward = self.cache.padding, self.forward
+        unpadded = mask is None or (isinstance(mask, StructuredMask) and mask.padding is None)
+        if not any(padding):
+            return unpadded
+        first = self.cache.first_key(self.layer_idx, forward.past)
+        known = forward.padding_kept.get((id(mask), first))
         if known is None:
-            offset = self.forward.past + self.forward.tokens - structure.shape[3]
-            begin, end = structure.keys
-            kept = torch.arange(offset + begin, offset + end) >= torch.tensor(padding)[:, None]
-            shown = torch.ones_like(kept) if structure.padding is None else structure.padding.cpu()
+            begin, end = mask.keys if isinstance(mask, StructuredMask) else (0, forward.past + forward.tokens - first)
+            kept = torch.arange(first + begin, first + end) >= torch.tensor(padding)[:, None]
+            shown = _shown(mask)
+            shown = torch.ones_like(kept) if shown is None else shown.cpu()
             if bool((shown & ~kept).any()):
                 raise ValueError(
                     "attention_mask shows tokens that were padding when they were cached; PagedCache keeps no padding"
                 )
-            known = self.forward.padding_kept[id(structure)] = structure, torch.equal(shown, kept)
+            known = forward.padding_kept[id(mask), first] = mask, torch.equal(shown, kept)
         return known[1]
+
+
+def _shown(mask: StructuredMask | Tensor | None) -> Tensor | None:
+    """bool (batch, keys): the keys that are real, or that some query sees; None for all."""
+    if not isinstance(mask, Tensor):
+        return None if mask is None else mask.padding
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen.flatten(1, -2).any(dim=1)
 
 
 def _newest(structure: StructuredMask | None, tokens: int) -> Tensor | None:
