@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atb_modules.attention.functional import attention
 from atb_modules.integrations.transformers_masks import StructuredMask, log_once, structured_mask
+from atb_modules.integrations.transformers_pages import CachedStates
 from atb_modules.spec import AttentionSpec
 
 NAME = "atb"
@@ -89,8 +90,8 @@ def register_if_possible() -> None:
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
     attention_mask: StructuredMask | Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | Tensor | None = None,
@@ -108,7 +109,8 @@ def attention_forward(
     Args:
         module: the calling attention module; its ``is_causal`` counts where nothing else says it.
         query: (batch, heads, q_len, head_dim).
-        key, value: (batch, kv_heads, kv_len, head_dim); they are not repeated for grouped heads.
+        key, value: (batch, kv_heads, kv_len, head_dim), or both in the pages of a ``PagedCache``; they are not repeated
+            for grouped heads.
         attention_mask: a ``StructuredMask``; a tensor that broadcasts to (batch, heads, q_len, kv_len), bool (True =
             may attend) or floating (added); or None.
         dropout, scaling, softcap: as in transformers; scaling None is ``1 / sqrt(head_dim)``.
@@ -130,6 +132,12 @@ def attention_forward(
     query = query.expand(batch, -1, -1, -1)
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
+    if isinstance(key, CachedStates):
+        plain = not dropout and position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
+        out = key.update.attend(query, attention_mask, scaling, softcap, s_aux) if plain else None
+        if out is not None:
+            return out, None
+        key, value = key.update.dense
     starts_q, starts_k = _packed_starts(attention_mask, cu_seq_lens_q, cu_seq_lens_k)
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

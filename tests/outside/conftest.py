@@ -1,4 +1,4 @@
-"""Small random models of the families, as transformers builds and saves them."""
+"""Small random models, as transformers builds and saves them: the families that we load, and others."""
 
 import pytest
 import torch
@@ -41,6 +41,18 @@ def tiny_config(family, **changes):
             "query_pre_attn_scalar": 24,
             "tie_word_embeddings": True,
         },
+        "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9},
+        "llama4_text": {
+            "head_dim": 16,
+            "intermediate_size_mlp": 64,
+            "attention_chunk_size": 8,
+            "num_local_experts": 2,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+        "gpt_oss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "phi3": {"sliding_window": 8},
+        "cohere2": {"sliding_window": 8, "logit_scale": 1.0},
+        "olmo2": {},
     }
     classes = {
         "llama": transformers.LlamaConfig,
@@ -50,6 +62,12 @@ def tiny_config(family, **changes):
         "mixtral": transformers.MixtralConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
         "gemma3": transformers.Gemma3TextConfig,
+        "gemma2": transformers.Gemma2Config,
+        "llama4_text": transformers.Llama4TextConfig,
+        "gpt_oss": transformers.GptOssConfig,
+        "phi3": transformers.Phi3Config,
+        "cohere2": transformers.Cohere2Config,
+        "olmo2": transformers.Olmo2Config,
     }
     return classes[family](**{**sizes, **own[family], **changes})
 

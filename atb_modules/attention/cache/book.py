@@ -24,6 +24,8 @@ class PageBook:
         self.max_seq_len = max_seq_len
         self.rows: list[CachedSequence] = []
         self.prefixes = PrefixIndex(page_size)
+        #: whether pages that slid out of a window are kept, so that their rows can be cropped back
+        self.holds_windows = False
 
     # Pages
 
@@ -152,7 +154,7 @@ class PageBook:
         copies: list[PageCopy] = []
         for group in self.groups:
             for index, count in enumerate(query_lengths):
-                if count:
+                if count and not self.holds_windows:
                     self._evict(group, index)
             for index, count in enumerate(query_lengths):
                 if count:
@@ -172,7 +174,7 @@ class PageBook:
             if not count:
                 continue
             pages = row.pages[group.index]
-            first = min(group.first_block(row.length), len(pages))
+            first = 0 if self.holds_windows else min(group.first_block(row.length), len(pages))
             for page in pages[row.evicted[group.index] : first]:
                 refs[page] = refs.get(page, pool.refs[page]) - 1
                 freed += refs[page] == 0
@@ -187,6 +189,12 @@ class PageBook:
             raise OutOfPagesError(
                 needed, pool.available + freed, pool.num_pages, f"a step of {sum(query_lengths)} tokens"
             )
+
+    def let_go(self) -> None:
+        """Releases the pages that slid out of a window, in all rows."""
+        for group in self.groups:
+            for index in range(len(self.rows)):
+                self._evict(group, index)
 
     def _evict(self, group: LayerGroup, index: int) -> None:
         row = self.rows[index]

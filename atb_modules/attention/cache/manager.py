@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_bool
+
 from .book import PageBook
 from .contents import PageContents
 from .groups import CachedSequence, LayerGroup
@@ -233,6 +235,18 @@ class KVCacheManager(PrefixSharing, PageContents):
         for index, target in zip(indices, targets, strict=True):
             if target < self._book.rows[index].length:
                 self._book.crop(index, target)
+
+    def hold_windows(self, hold: bool) -> None:
+        """While held, pages that slide out of a window stay, so that rows can be cropped back; see ``let_go``."""
+        check_bool("hold", hold)
+        self._book.holds_windows = hold
+
+    def let_go(self) -> None:
+        """Releases the pages that no query after the rows' last token can see, as every step does that does not hold
+        them.
+        """
+        self._changed()
+        self._book.let_go()
 
     # Steps
 

@@ -25,6 +25,11 @@ def gather_pages(pages: Tensor, blocks: Tensor, length: int) -> Tensor:
     return taken.transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
 
 
+def take_tokens(pages: Tensor, page: Tensor, offset: Tensor) -> Tensor:
+    """The vectors of all heads at ``offset`` of ``page``, of any one shape: (*shape, kv_heads, head_dim)."""
+    return pages[page, :, offset]
+
+
 def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, need_lse, **tensors):
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if need_lse else None

@@ -171,6 +171,28 @@ def test_window_frees_pages_and_keeps_what_is_visible(generator):
     assert groups[None].layers == (0, 2)
 
 
+def test_held_windows_can_be_cropped_back(generator):
+    cache = make_cache(window=7, num_pages=20)
+    cache.begin(1)
+    ((k, _),) = push(cache, [15], generator)
+    cache.hold_windows(True)
+    parts = [k, *(push(cache, [1], generator)[0][0] for _ in range(25))]
+    assert cache.memory_stats().pages_used == 10
+    cache.crop(17)
+    held = torch.cat(parts)[:17]
+    assert_holds(cache, 0, 0, held)
+    assert cache.gather(0, 0)[0].shape[1] == 17
+    cache.let_go()
+    assert cache.memory_stats().pages_used == 3
+    cache.hold_windows(False)
+    ((more, _),) = push(cache, [9], generator)
+    assert_holds(cache, 0, 0, torch.cat([held, more]))
+    push(cache, [1], generator)
+    assert cache.memory_stats().pages_used == 3
+    with pytest.raises(TypeError, match="hold is 1"):
+        cache.hold_windows(1)
+
+
 def test_fork_shares_pages_and_copies_only_the_last_one(generator):
     cache = make_cache(num_layers=2, num_pages=20)
     cache.begin(1)
