@@ -164,10 +164,29 @@ def test_packed_tensors_without_a_batch_axis_and_separate_calls_agree(strategy):
             torch.testing.assert_close(lse[:, part].double(), alone_lse[0], atol=2e-6, rtol=2e-6)
 
 
-def test_gradcheck_in_float64():
-    """The eager road, the one that takes float64, under a mixture of all overlays."""
+#: specs of a few tokens, each with one kind of structure, and all of them at once
+SMALL = {
+    "window": (AttentionSpec(window=(2, 1)), ()),
+    "causal_window": (AttentionSpec(causal=True, window=(2, None)), ()),
+    "global": (AttentionSpec(causal=True, window=(1, None), global_tokens=2), ()),
+    "prefix": (AttentionSpec(causal=True, prefix=3), ()),
+    "chunk": (AttentionSpec(causal=True, chunk=3, softcap=2.0), ()),
+    "packed": (AttentionSpec(causal=True), ("cu_seqlens_q", "cu_seqlens_k")),
+    "images": (AttentionSpec(causal=True), ("image_ids",)),
+    "blocks": (AttentionSpec(block_size=2), ("block_mask",)),
+    "all": (
+        AttentionSpec(causal=True, window=(2, None), global_tokens=1, block_size=2),
+        ("cu_seqlens_q", "cu_seqlens_k", "image_ids", "block_mask"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("strategy", ["eager", "blocked"])
+def test_gradcheck_in_float64(strategy, case):
+    """Outputs and LSE of the strategies that take float64, for every spec."""
     generator = torch.Generator().manual_seed(5)
-    spec = AttentionSpec(causal=True, window=(2, None), global_tokens=1, block_size=2)
+    spec, names = SMALL[case]
     leaves = [torch.randn(1, 2, 7, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
     tensors = {
         "cu_seqlens_q": starts(3, 4),
@@ -175,9 +194,10 @@ def test_gradcheck_in_float64():
         "image_ids": torch.tensor([[-1, 0, 0, -1, 1, 1, -1]]),
         "block_mask": blocks(7, 7, 2, 2, generator),
     }
+    tensors = {name: tensors[name] for name in names}
 
     def both(*qkv):
-        out, lse = attention(*qkv, spec, return_lse=True, strategy="eager", **tensors)
+        out, lse = attention(*qkv, spec, return_lse=True, strategy=strategy, **tensors)
         return out, lse.masked_fill(~lse.isfinite(), 0.0)
 
-    assert torch.autograd.gradcheck(both, leaves)
+    assert torch.autograd.gradcheck(both, leaves, fast_mode=True)
