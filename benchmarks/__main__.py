@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.timing import HEADER, write_json
 
-BENCHMARKS = ("decode", "prefill", "elementwise", "cache", "generate", "attention", "sparse", "moe")
+BENCHMARKS = ("decode", "prefill", "elementwise", "cache", "generate", "attention", "sparse", "moe", "families")
 
 
 def main() -> None:
