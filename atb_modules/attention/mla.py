@@ -5,8 +5,8 @@ key, shared by all heads::
 
     q = [q_nope, rotate(q_rope)]        from x, or through a compressed q of its own
     c, r = norm(c'), rotate(r')         [c', r'] = kv_a_proj_with_mqa(x): what the cache keeps
-    expanded   k_h = [W_uk_h c, r], v_h = W_uv_h c, then attention over heads: training, and the first tokens of a cache
-    absorbed   q'_h = [W_uk_h^T q_nope_h, q_rope_h] over one kv head k = [c, r], v = c, then W_uv_h of the result: decoding
+    expanded   k_h = [W_uk_h c, r], v_h = W_uv_h c, attention a head: training, and the first tokens of a cache
+    absorbed   q'_h = [W_uk_h^T q_nope_h, q_rope_h] over one kv head k = [c, r], v = c, then W_uv_h: decoding
 
 Letters in shapes: B rows of the batch, L tokens a row, T packed tokens, H heads.
 """
