@@ -25,7 +25,16 @@ from atb_modules.explain import explain
 from atb_modules.initialization import deepnorm_init_
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
-from atb_modules.mlp import FeedForward, MLPConfig, MLPType, MoE, MoEConfig, RouterConfig, load_balancing_loss
+from atb_modules.mlp import (
+    FeedForward,
+    MLPConfig,
+    MLPType,
+    MoE,
+    MoEConfig,
+    RouterConfig,
+    load_balancing_loss,
+    record_router_logits,
+)
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
@@ -131,6 +140,7 @@ __all__ = [
     "load_model",
     "matmul",
     "merge_heads",
+    "record_router_logits",
     "save_model",
     "silu_matmul",
     "softmax",

@@ -153,6 +153,20 @@ def test_compiled_autocast_and_pickled():
     assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
 
 
+def test_recorded_logits_are_those_of_the_call_and_differentiable():
+    module = randomised(MoE(16, 24, 4, 2))
+    x = torch.randn(2, 5, 16)
+    with atb.record_router_logits(torch.nn.Sequential(module, module)) as found:
+        _, logits = module(x, return_router_logits=True)
+        module(x)
+    assert len(found) == 2 and torch.equal(found[0].flatten(0, 1), logits)
+    load_balancing_loss(found, 4, 2).backward()
+    assert module.router.weight.grad.abs().sum() > 0
+    assert not module.router._forward_hooks
+    with pytest.raises(TypeError, match="module is None"), atb.record_router_logits(None):
+        pass
+
+
 def test_experts_one_by_one_load_into_the_stacked_ones():
     module = randomised(MoE(16, 24, 3, 2, config=MLPConfig(bias=True)))
     state = dict(module.state_dict())
