@@ -6,6 +6,8 @@ from atb_modules.attention import (
     Attention,
     AttentionConfig,
     KVCacheManager,
+    LatentAttention,
+    LatentConfig,
     OutOfPagesError,
     QKNormOrder,
     QKVLayout,
@@ -20,14 +22,33 @@ from atb_modules.attention import (
     convert_rotary_weight,
 )
 from atb_modules.explain import explain
+from atb_modules.initialization import deepnorm_init_
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
-from atb_modules.mlp import FeedForward, MLPConfig, MLPType, MoE, MoEConfig, RouterConfig, load_balancing_loss
+from atb_modules.mlp import (
+    FeedForward,
+    MLPConfig,
+    MLPType,
+    MoE,
+    MoEConfig,
+    RouterConfig,
+    load_balancing_loss,
+    record_router_logits,
+)
 from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import save_model
-from atb_modules.norm import AdaLayerNorm, AdaLayerNormZero, LayerNorm, NormCastOrder, NormConfig, RMSNorm
+from atb_modules.norm import (
+    AdaLayerNorm,
+    AdaLayerNormZero,
+    DeepNorm,
+    DeepNormResidual,
+    LayerNorm,
+    NormCastOrder,
+    NormConfig,
+    RMSNorm,
+)
 from atb_modules.ops import (
     fused_attention,
     fused_layernorm_matmul,
@@ -70,9 +91,13 @@ __all__ = [
     "Causal",
     "DecodeStrategy",
     "DecoderModel",
+    "DeepNorm",
+    "DeepNormResidual",
     "FeedForward",
     "InferenceConfig",
     "KVCacheManager",
+    "LatentAttention",
+    "LatentConfig",
     "LayerMode",
     "LayerNorm",
     "LayerType",
@@ -106,6 +131,7 @@ __all__ = [
     "apply_optimizations",
     "convert_qkv_weight",
     "convert_rotary_weight",
+    "deepnorm_init_",
     "explain",
     "fused_attention",
     "fused_layernorm_matmul",
@@ -118,6 +144,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "merge_heads",
+    "record_router_logits",
     "restore",
     "save_model",
     "silu_matmul",

@@ -1,7 +1,7 @@
 """TransformerLayer: norms, attention, feed-forward and residuals, in the order that was asked for. Read this first.
 
 pre         x = x + attn(norm(x));              x = x + mlp(norm(x))
-post        x = norm(x + attn(x));              x = norm(x + mlp(x))
+post        x = norm(a x + attn(x));            x = norm(a x + mlp(x))    (a is 1, or DeepNorm's alpha)
 sandwich    x = x + norm(attn(norm(x)));        x = x + norm(mlp(norm(x)))
 parallel    x = x + attn(norm(x)) + mlp(norm(x))      (one norm)
 """
@@ -21,7 +21,7 @@ from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCache
 from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
-from atb_modules.layer_options import attention_options, check_across
+from atb_modules.layer_options import attention_options, check_across, stream_scale
 from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
@@ -138,6 +138,7 @@ class TransformerLayer(nn.Module):
         mlp = mlp if mlp is not None else MLPConfig(bias=bias)
         if self.placement is NormPlacement.PARALLEL and self.layer_type is LayerType.CROSS_DECODER:
             raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
+        self.residual_scale = stream_scale(residual, self.placement)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, **where}
         heads["config"] = attention
@@ -232,10 +233,11 @@ class TransformerLayer(nn.Module):
             attended = self.attention_branch(self.attention(normed, **options))
             return x + attended + self.mlp_branch(self.mlp(normed))
         if self.placement is NormPlacement.POST:
-            x, _ = add_norm(self.attention_norm, self.attention_branch(self.attention(x, **options)), x)
+            x, _ = add_norm(self.attention_norm, self.attention_branch(self.attention(x, **options)), self._scaled(x))
             if self.layer_type is LayerType.CROSS_DECODER:
-                x, _ = add_norm(self.cross_norm, self.cross_branch(self.cross_attention(x, **across)), x)
-            x, _ = add_norm(self.mlp_norm, self.mlp_branch(self.mlp(x)), x)
+                branch = self.cross_branch(self.cross_attention(x, **across))
+                x, _ = add_norm(self.cross_norm, branch, self._scaled(x))
+            x, _ = add_norm(self.mlp_norm, self.mlp_branch(self.mlp(x)), self._scaled(x))
             return x
         sandwich = self.placement is NormPlacement.SANDWICH
         attended = self.attention(self.attention_norm(x), **options)
@@ -257,6 +259,10 @@ class TransformerLayer(nn.Module):
         ):
             return mixed.add_(x)
         return x + mixed
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """The stream as it joins a branch."""
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
     def _check_inputs(
         self, x: Tensor, states: Tensor | tuple[Tensor, Tensor] | None, encoder_mask: Tensor | None

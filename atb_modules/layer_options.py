@@ -13,6 +13,7 @@ from atb_modules.attention.checking import check_key_values
 from atb_modules.attention.masking import check_mask
 from atb_modules.attention.qkv import SeparateQKV, in_features
 from atb_modules.norm import NormConfig
+from atb_modules.residual import ResidualConfig
 
 
 def attention_options(
@@ -41,6 +42,13 @@ def attention_options(
     if bias:
         changes.update(qkv_bias=True, out_bias=True)
     return dataclasses.replace(config, **changes)
+
+
+def stream_scale(residual: ResidualConfig, placement: str) -> float:
+    """What the stream is multiplied with where a branch joins it; only a post-norm layer has another than 1."""
+    if residual.residual_scale != 1.0 and placement != "post":
+        raise ValueError(f"residual_scale is {residual.residual_scale}; norm_placement {str(placement)!r} allows 1.0")
+    return residual.residual_scale
 
 
 def check_across(attention: nn.Module, hidden_states: Tensor, states: Any, mask: Any) -> None:

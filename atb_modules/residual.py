@@ -12,6 +12,7 @@ from atb_modules.checks import (
     check_int,
     check_number,
     check_parameter_dtype,
+    check_positive,
     check_probability,
     check_type,
 )
@@ -25,16 +26,20 @@ class ResidualConfig:
         dropout: probability of dropping a hidden value, in training.
         drop_path: probability of dropping a whole branch of a sample, in training (Huang et al., 2016).
         layer_scale: initial value of a trained factor a channel, None for none (Touvron et al., 2021).
+        residual_scale: what the stream is multiplied with where a branch joins it, before the norm of a post-norm
+            layer: DeepNorm's alpha (Wang et al., 2022; ``DeepNorm``).
     """
 
     dropout: float = 0.0
     drop_path: float = 0.0
     layer_scale: float | None = None
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("dropout", "drop_path"):
             check_probability(name, getattr(self, name))
         check_number("layer_scale", self.layer_scale, optional=True)
+        check_positive("residual_scale", self.residual_scale)
 
 
 class ResidualBranch(nn.Module):

@@ -1,4 +1,4 @@
-"""Fused norms, rotary and SwiGLU at (2048, 4096) float32 against copy_, transformers' formulas and torch.compile."""
+"""Fused norms, rotary, SwiGLU, AdaLN at (2048, 4096) float32 against copy_, plain formulas and torch.compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ native = torch.ops.atb_modules
 
 def rows() -> list[Row]:
     """Each op with preallocated outputs, then with fresh ones."""
-    return _rms_norm() + _add_rms_norm() + _rotary() + _swiglu()
+    return _rms_norm() + _add_rms_norm() + _rotary() + _swiglu() + _modulated_norm()
 
 
 def _compare(
@@ -184,3 +184,26 @@ def _swiglu() -> list[Row]:
             "torch.compile": lambda: fused(gate, up),
         },
     )
+
+
+def _modulated_norm() -> list[Row]:
+    """One scale and shift for every 512 rows, as a diffusion transformer has one a picture; fresh outputs alone."""
+    x, scale, shift = torch.randn(4, ROWS // 4, WIDTH), torch.randn(4, 1, WIDTH), torch.randn(4, 1, WIDTH)
+    flat, groups, target = x.reshape(ROWS, WIDTH), (scale[:, 0], shift[:, 0]), torch.empty(ROWS, WIDTH)
+
+    def plain(x, scale, shift):
+        return F.layer_norm(x, (WIDTH,), eps=EPS) * (1 + scale) + shift
+
+    fused = _compiled(plain)
+    with torch.inference_mode():
+        times = interleave(
+            {
+                "ours": lambda: native.modulated_norm(flat, *groups, None, None, EPS, True),
+                "DiT form": lambda: plain(x, scale, shift),
+                "torch.compile": lambda: fused(x, scale, shift),
+                "copy_": lambda: target.copy_(flat),
+            },
+            ROUNDS,
+        )
+    limit = {"limit_name": "copy_ bandwidth", "limit": median(times, "copy_")}
+    return [row("LayerNorm + modulation, fresh", times, peer, "", **limit) for peer in ("DiT form", "torch.compile")]

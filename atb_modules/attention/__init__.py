@@ -1,4 +1,4 @@
-"""Attention: the functional ops, the module, rotary embeddings, and the caches."""
+"""Attention: the functional ops, the modules, rotary embeddings, and the caches."""
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager, OutOfPagesError
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes
@@ -8,6 +8,7 @@ from atb_modules.attention.functional import (
     paged_attention,
     rotary_append,
 )
+from atb_modules.attention.mla import LatentAttention, LatentConfig
 from atb_modules.attention.module import Attention
 from atb_modules.attention.qkv import QKVLayout, convert_qkv_weight, split_qkv
 from atb_modules.attention.rope import (
@@ -25,6 +26,8 @@ __all__ = [
     "AttentionConfig",
     "CacheStep",
     "KVCacheManager",
+    "LatentAttention",
+    "LatentConfig",
     "OutOfPagesError",
     "QKNormOrder",
     "QKVLayout",

@@ -117,14 +117,15 @@ def attention_factor(scaling: RotaryScaling | None) -> float:
         return scaling.attention_factor
     if scaling.kind is RopeScalingKind.YARN:
         if scaling.mscale and scaling.mscale_all_dim:
-            return _temperature(scaling.factor, scaling.mscale) / _temperature(scaling.factor, scaling.mscale_all_dim)
-        return _temperature(scaling.factor, 1.0)
+            return temperature(scaling.factor, scaling.mscale) / temperature(scaling.factor, scaling.mscale_all_dim)
+        return temperature(scaling.factor, 1.0)
     if scaling.kind is RopeScalingKind.LONGROPE and scaling.factor > 1.0:
         return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_max_positions or 1))
     return 1.0
 
 
-def _temperature(factor: float, mscale: float) -> float:
+def temperature(factor: float, mscale: float) -> float:
+    """YaRN's ``0.1 * mscale * ln(factor) + 1``, 1 where nothing is stretched."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

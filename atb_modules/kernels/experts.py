@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,3 +26,8 @@ def has_grouped_products(x: Tensor, *weights: Tensor) -> bool:
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() and not (w.shape[-1] % 8 or w.shape[-2] % 8) for w in weights)
+
+
+def vectorising() -> bool:
+    """Whether the call stands inside of torch.func.vmap, under which no value can be read."""
+    return any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())

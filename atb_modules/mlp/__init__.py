@@ -3,7 +3,7 @@
 from atb_modules.mlp.experts import moe
 from atb_modules.mlp.feed_forward import FeedForward, MLPConfig, MLPType
 from atb_modules.mlp.functional import activation, gated_activation
-from atb_modules.mlp.moe import Experts, MoE, build_mlp
+from atb_modules.mlp.moe import Experts, MoE, build_mlp, record_router_logits
 from atb_modules.mlp.routing import MoEConfig, RouterConfig, RouterScoring, load_balancing_loss, route
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "gated_activation",
     "load_balancing_loss",
     "moe",
+    "record_router_logits",
     "route",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.checks import check_bool, check_floating, check_tensor
-from atb_modules.kernels.experts import has_grouped_products
+from atb_modules.kernels.experts import has_grouped_products, vectorising
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import MoETraits, count, under_autocast
 from atb_modules.mlp.functional import KINDS
@@ -99,7 +99,7 @@ def _check_experts(x: Tensor, experts: Tensor, weights: Tensor, up_proj: Tensor)
         raise ValueError(f"weights has shape {tuple(weights.shape)}; experts has {tuple(experts.shape)}, must be equal")
     if up_proj.dim() != 3:
         raise ValueError(f"up_proj has shape {tuple(up_proj.shape)}; allowed: (num_experts, rows, hidden)")
-    if torch.compiler.is_compiling() or experts.device.type != "cpu" or not experts.numel():
+    if torch.compiler.is_compiling() or experts.device.type != "cpu" or not experts.numel() or vectorising():
         return
     low, high = (int(end) for end in experts.aminmax())
     if low < 0 or high >= up_proj.shape[0]:

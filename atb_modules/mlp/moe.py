@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -179,6 +181,28 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"top_k={self.moe.top_k}, router={self.moe.router}"
+
+
+@contextlib.contextmanager
+def record_router_logits(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the router logits of every call of a ``MoE`` inside ``module`` while the block runs, in order.
+
+    >>> with record_router_logits(model) as router_logits:
+    ...     loss = model(input_ids, labels=labels).loss
+    >>> loss = loss + 0.01 * load_balancing_loss(router_logits, num_experts, top_k, attention_mask)
+
+    A forward pass that is run again for its gradients (activation checkpointing) is collected again only if the
+    backward pass runs inside the block too.
+    """
+    check_type("module", module, nn.Module)
+    found: list[Tensor] = []
+    routers = [part.router for part in module.modules() if isinstance(part, MoE)]
+    handles = [router.register_forward_hook(lambda _, __, logits: found.append(logits)) for router in routers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def build_mlp(

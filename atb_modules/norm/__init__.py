@@ -1,5 +1,6 @@
 """Normalisation: RMSNorm and LayerNorm, alone, fused with the residual add, and modulated (AdaLN)."""
 
+from atb_modules.norm.deepnorm import DeepNorm, DeepNormResidual
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atb_modules.norm.modulated import AdaLayerNorm, AdaLayerNormZero, Modulation, modulated_norm
 from atb_modules.norm.modules import LayerNorm, NormCastOrder, NormConfig, NormType, RMSNorm, build_norm
@@ -7,6 +8,8 @@ from atb_modules.norm.modules import LayerNorm, NormCastOrder, NormConfig, NormT
 __all__ = [
     "AdaLayerNorm",
     "AdaLayerNormZero",
+    "DeepNorm",
+    "DeepNormResidual",
     "LayerNorm",
     "Modulation",
     "NormCastOrder",

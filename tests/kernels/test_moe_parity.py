@@ -203,6 +203,28 @@ def test_compiles_without_a_break():
         torch.compile(lambda e, *t: run("torch", e, t, "silu", True), fullgraph=True)(experts, *tensors)
 
 
+def test_grouped_products_are_the_same(monkeypatch):
+    """What runs on CUDA in bfloat16, by torch's own form of it on the CPU."""
+    monkeypatch.setattr("atb_modules.kernels.torch.moe.has_grouped_products", lambda *_: True)
+    for tokens, bias in ((40, True), (3, False)):
+        experts, tensors = draw(fresh_generator(), tokens, hidden=24, width=16, num_experts=6, bias=bias)
+        check(STRATEGIES[[s.value for s in STRATEGIES].index("torch")], experts, tensors)
+
+
+def test_transforms_and_meta_tensors():
+    experts, tensors = draw(fresh_generator(), bias=False)
+    x, weights, up_proj, down_proj = tensors[:4]
+    call = lambda x, e, w: ops.moe(x, e, w, up_proj, down_proj)  # noqa: E731
+    parts = [t.unsqueeze(1) for t in (x, experts, weights)]
+    torch.testing.assert_close(torch.func.vmap(call)(*parts).squeeze(1), call(x, experts, weights))
+    direction = torch.randn_like(x)
+    _, tangent = torch.func.jvp(lambda x: call(x, experts, weights), (x,), (direction,))
+    gradient = torch.func.grad(lambda x: call(x, experts, weights).sum())(x)
+    torch.testing.assert_close((gradient * direction).sum(), tangent.sum())
+    moved = [t.to("meta") for t in (x, experts, weights, up_proj, down_proj)]
+    assert ops.moe(*moved).shape == x.shape
+
+
 def test_what_does_not_fit_is_refused():
     experts, (x, weights, up, down, up_bias, down_bias) = draw(fresh_generator())
     for call, error, message in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -134,6 +135,36 @@ def test_in_a_layer(placement, mode):
     else:
         layer(x).square().sum().backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+def test_compiled_autocast_and_pickled():
+    module = randomised(MoE(16, 24, 4, 2, num_shared_experts=1, shared_gate=True))
+    x = torch.randn(2, 5, 16)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    compiled(x).sum().backward()
+    got = [p.grad for p in module.parameters()]
+    want = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    for mine, truth in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, truth)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    torch.testing.assert_close(out, module(x), atol=0.1 * float(out.detach().abs().max()), rtol=0)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
+
+
+def test_recorded_logits_are_those_of_the_call_and_differentiable():
+    module = randomised(MoE(16, 24, 4, 2))
+    x = torch.randn(2, 5, 16)
+    with atb.record_router_logits(torch.nn.Sequential(module, module)) as found:
+        _, logits = module(x, return_router_logits=True)
+        module(x)
+    assert len(found) == 2 and torch.equal(found[0].flatten(0, 1), logits)
+    load_balancing_loss(found, 4, 2).backward()
+    assert module.router.weight.grad.abs().sum() > 0
+    assert not module.router._forward_hooks
+    with pytest.raises(TypeError, match="module is None"), atb.record_router_logits(None):
+        pass
 
 
 def test_experts_one_by_one_load_into_the_stacked_ones():

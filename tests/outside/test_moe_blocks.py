@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from atb_modules import MoE, RouterConfig, load_balancing_loss
+from atb_modules import MoE, RouterConfig, load_balancing_loss, load_model, record_router_logits
 
 QWEN = {"hidden_size": 48, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3}
 DEEPSEEK = {
@@ -117,3 +117,22 @@ def test_load_balancing_loss_equals(masked):
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
     for mine, truth in zip(torch.autograd.grad(ours, layers), torch.autograd.grad(theirs, layers), strict=True):
         torch.testing.assert_close(mine, truth, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_auxiliary_loss_of_a_whole_model(family, build_tiny_model, tmp_path):
+    theirs = build_tiny_model(family)
+    theirs.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    ids = torch.randint(3, 97, (2, 19))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    expected = theirs(ids, attention_mask=mask, output_router_logits=True).aux_loss
+    with record_router_logits(model) as router_logits:
+        model(ids, attention_mask=mask)
+    config = model.config.moe
+    assert len(router_logits) == 4 - len(model.config.dense_layers)
+    loss = load_balancing_loss(router_logits, config.num_experts, config.top_k, mask)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    model(ids)
+    assert len(router_logits) == 4 - len(model.config.dense_layers)  # nothing is collected outside of the block

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atb_modules.kernels.activation import activation_torch
 from atb_modules.kernels.costs import Cost
-from atb_modules.kernels.experts import has_grouped_products, sort_by_expert
+from atb_modules.kernels.experts import has_grouped_products, sort_by_expert, vectorising
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.linear import linear_torch
 from atb_modules.kernels.torch.mlp import gated_activation_torch
@@ -79,8 +79,12 @@ def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor,
 
 
 def _reasons(spec: None, traits: MoETraits) -> tuple[str, ...]:
-    if torch.compiler.is_compiling() and not traits.grouped_products:
+    if traits.grouped_products:
+        return ()
+    if torch.compiler.is_compiling():
         return ("torch.compile cannot trace products whose sizes depend on the routing",)
+    if traits.device_type == "meta" or vectorising():
+        return ("the sizes of its products are read from the routing, which meta tensors and vmap hide",)
     return ()
 
 

@@ -64,6 +64,12 @@ void large_rows_of(int dtype, int threads) {
                        width,    width,    width,         1e-5f,   0.0f,       dtype,      dtype,
                        1,        0,        threads};
     atb_norm(&n);
+    const std::vector<uint8_t> keep(rows * width, 1);
+    n.keep = keep.data(), n.keep_scale = 1.25f;
+    atb_norm(&n);
+    n.residual = nullptr, n.keep = nullptr;
+    n.scale = x.data(), n.shift = y.data(), n.scale_stride = n.shift_stride = width, n.group = 7;
+    atb_norm(&n);
     const atb_gated_args g = {x.data(), y.data(), out.data(), rows,     width,  width,
                               width,    width,    dtype,      ATB_SILU, threads};
     atb_gated_activation(&g);
@@ -85,7 +91,12 @@ void rows_of(int dtype, int threads) {
                          width,    width,      width,         1e-5f,         1.0f,       dtype,      dtype,
                          1,        layer_norm, threads};
       atb_norm(&n);
-      n.residual = n.weight = n.bias = nullptr;
+      const std::vector<uint8_t> keep(rows * width, 1);
+      n.keep = keep.data(), n.keep_scale = 1.25f;
+      atb_norm(&n);
+      n.residual = n.weight = n.bias = nullptr, n.keep = nullptr;
+      atb_norm(&n);
+      n.scale = x.data(), n.shift = y.data(), n.scale_stride = n.shift_stride = width, n.group = 2;
       atb_norm(&n);
     }
     for (int kind = 0; kind < 4; ++kind) {
