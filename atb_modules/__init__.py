@@ -20,6 +20,7 @@ from atb_modules.attention import (
     convert_rotary_weight,
 )
 from atb_modules.explain import explain
+from atb_modules.kernels.pages import KVQuantization, QuantizedPages
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType
@@ -68,6 +69,7 @@ __all__ = [
     "FeedForward",
     "InferenceConfig",
     "KVCacheManager",
+    "KVQuantization",
     "LayerMode",
     "LayerNorm",
     "LayerType",
@@ -84,6 +86,7 @@ __all__ = [
     "OutOfPagesError",
     "QKNormOrder",
     "QKVLayout",
+    "QuantizedPages",
     "RMSNorm",
     "ResidualConfig",
     "RopeScalingKind",

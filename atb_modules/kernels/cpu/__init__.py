@@ -1,6 +1,16 @@
 """The C++ kernels of the CPU as torch.library ops (namespace ``atb_modules``)."""
 
-from . import library, ops_activation, ops_attention, ops_linear, ops_norm, ops_paged, ops_rotary, records
+from . import (
+    library,
+    ops_activation,
+    ops_attention,
+    ops_linear,
+    ops_norm,
+    ops_paged,
+    ops_rotary,
+    records,
+    records_paged,
+)
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 from .decode_stack import DecodeStackPlan
 
@@ -17,4 +27,5 @@ __all__ = [
     "ops_paged",
     "ops_rotary",
     "records",
+    "records_paged",
 ]
