@@ -5,6 +5,7 @@ import sys
 from atb_modules.attention import (
     Attention,
     AttentionConfig,
+    CachePolicy,
     KVCacheManager,
     OutOfPagesError,
     QKNormOrder,
@@ -62,6 +63,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionStrategy",
     "AttentionType",
+    "CachePolicy",
     "CacheStrategy",
     "Causal",
     "DecodeStrategy",

@@ -12,11 +12,12 @@ from atb_modules.strategies import parse_enum
 
 from .book import PageBook
 from .contents import PageContents
-from .groups import CachedSequence, LayerGroup
+from .groups import LayerGroup
 from .layer_steps import LayerSteps
 from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
 from .sizes import MAX_LAYERS, check_books, check_rows, reserve_pages
+from .static import CachePolicy, StaticBook
 from .stats import CacheStats, measure
 from .step import CacheStep, StepBuilder, refuse_layer, refuse_step
 from .validation import as_lengths, as_row, as_rows, check_count, check_dtype, layer_windows
@@ -49,6 +50,9 @@ class KVCacheManager(PrefixSharing, PageContents):
         window: left window: how many earlier keys a query sees, itself not counted. None (all), one int for
             every layer, or one entry a layer. A Hugging Face `sliding_window=W` is W - 1 here.
         quantization: "none", or "int8": codes with a float32 scale for each page and head, `QuantizedPages`.
+        policy: "paged", or "static": every sequence has the pages of `max_seq_len` tokens while it is open, so that
+            block tables do not change and a compiled step needs tensors alone (`next_slots`); rows share nothing, and
+            windows let go of nothing.
         device: of the pool.
 
     Raises:
@@ -69,6 +73,7 @@ class KVCacheManager(PrefixSharing, PageContents):
         num_pages: int | None = None,
         window: int | Sequence[int | None] | None = None,
         quantization: KVQuantization | str = KVQuantization.NONE,
+        policy: CachePolicy | str = CachePolicy.PAGED,
         device: torch.device | str | None = None,
     ) -> None:
         self.max_seq_len = check_count("max_seq_len", max_seq_len)
@@ -82,6 +87,7 @@ class KVCacheManager(PrefixSharing, PageContents):
         self._max_blocks = max_blocks = -(-self.max_seq_len // self.page_size)
         self.num_pages = max_blocks if num_pages is None else check_count("num_pages", num_pages)
         self.dtype = check_dtype(dtype)
+        self.policy = parse_enum(CachePolicy, policy, "policy")
         self.quantization = parse_enum(KVQuantization, quantization, "quantization")
         self.windows = layer_windows(window, self.num_layers)
         self._pages = self._reserved(self.num_pages, device)
@@ -93,7 +99,8 @@ class KVCacheManager(PrefixSharing, PageContents):
                 groups[layer_window] = group
             group.layers.append(layer)
         self._layer_groups = tuple(groups[layer_window].index for layer_window in self.windows)
-        self._book = PageBook(list(groups.values()), self.page_size, self.max_seq_len)
+        book = StaticBook if self.policy is CachePolicy.STATIC else PageBook
+        self._book = book(list(groups.values()), self.page_size, self.max_seq_len)
         self.device = self._pages[0][0].device
         self._steps = StepBuilder(self._book, self._layer_groups, self.device)
         self._registered_layers = 0
@@ -184,7 +191,7 @@ class KVCacheManager(PrefixSharing, PageContents):
         begin = self.batch_size
         self._check_rows("count", count, begin)
         self._changed()
-        self._book.append_rows([CachedSequence(len(self._book.groups)) for _ in range(count)])
+        self._book.join(count)
         return list(range(begin, begin + count))
 
     def leave(self, rows: int | Sequence[int]) -> None:
