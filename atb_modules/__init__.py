@@ -5,6 +5,7 @@ import sys
 from atb_modules.attention import (
     Attention,
     AttentionConfig,
+    CachePolicy,
     KVCacheManager,
     LatentAttention,
     LatentConfig,
@@ -23,6 +24,7 @@ from atb_modules.attention import (
 )
 from atb_modules.explain import explain
 from atb_modules.initialization import deepnorm_init_
+from atb_modules.kernels.pages import KVQuantization, QuantizedPages
 from atb_modules.layer import LayerMode, LayerType, NormPlacement, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import (
@@ -87,6 +89,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionStrategy",
     "AttentionType",
+    "CachePolicy",
     "CacheStrategy",
     "Causal",
     "DecodeStrategy",
@@ -96,6 +99,7 @@ __all__ = [
     "FeedForward",
     "InferenceConfig",
     "KVCacheManager",
+    "KVQuantization",
     "LatentAttention",
     "LatentConfig",
     "LayerMode",
@@ -116,6 +120,7 @@ __all__ = [
     "OutOfPagesError",
     "QKNormOrder",
     "QKVLayout",
+    "QuantizedPages",
     "RMSNorm",
     "ResidualConfig",
     "RopeScalingKind",

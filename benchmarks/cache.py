@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from atb_modules import AttentionSpec, KVCacheManager
+from atb_modules import AttentionSpec, KVCacheManager, QuantizedPages
 from atb_modules.ops import cache_append, paged_attention
 from benchmarks.timing import ReadBandwidth, Row, interleave, row
 
@@ -17,7 +17,7 @@ RAGGED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7936)
 
 def rows() -> list[Row]:
     """One long sequence, then a ragged batch of 8 (256 steps would take minutes: 48 are timed), then grouped heads."""
-    return [_throughput((7936,), 256), _throughput(RAGGED, 48), *_grouped_decode()]
+    return [_throughput((7936,), 256), _throughput(RAGGED, 48), *_grouped_decode(64), *_grouped_decode(128)]
 
 
 def remarks() -> list[str]:
@@ -78,25 +78,34 @@ def _throughput(lengths: tuple[int, ...], steps: int) -> Row:
 
 
 @torch.inference_mode()
-def _grouped_decode() -> list[Row]:
-    """One token of 16 sequences of 4,096 tokens, 32 query heads on 4 kv heads, one layer."""
+def _grouped_decode(head_dim: int) -> list[Row]:
+    """One token of 16 sequences of 4,096 tokens, 32 query heads on 4 kv heads, one layer; float32 and int8 pages."""
     rows, length, heads, kv_heads, page = 16, 4096, 32, 4, 64
     blocks = length // page
-    k_pages, v_pages = torch.randn(2, rows * blocks, kv_heads, page, DIM)
+    pages = torch.randn(2, rows * blocks, kv_heads, page, head_dim)
+    scales = pages.abs().amax(dim=(3, 4)) / 127
+    codes = (pages / scales[..., None, None]).round().to(torch.int8)
+    int8 = [QuantizedPages(*side) for side in zip(codes, scales, strict=True)]
     table = torch.randperm(rows * blocks).int().reshape(rows, blocks)
     lengths = torch.full((rows,), length, dtype=torch.int32)
     starts = torch.arange(rows + 1, dtype=torch.int32)
-    q = torch.randn(rows, heads, DIM)
-    dense = torch.randn(2, rows, kv_heads, length, DIM)
+    q = torch.randn(rows, heads, head_dim)
+    dense = torch.randn(2, rows, kv_heads, length, head_dim)
     bandwidth = ReadBandwidth()
     times = interleave(
         {
-            "ours": lambda: paged_attention(q, k_pages, v_pages, table, lengths, starts, SPEC),
+            "ours": lambda: paged_attention(q, *pages, table, lengths, starts, SPEC),
+            "int8": lambda: paged_attention(q, *int8, table, lengths, starts, SPEC),
             "SDPA, contiguous": lambda: F.scaled_dot_product_attention(q[:, :, None], *dense, enable_gqa=True),
             "read": bandwidth,
         },
         25,
     )
-    limit = bandwidth.seconds_for(times, "read", 2.0 * rows * length * kv_heads * DIM * 4)
-    name = "paged decode, 16 x 4096 tokens, 32 heads on 4"
-    return [row(name, times, "SDPA, contiguous", "", limit_name="read bandwidth (goal 70%)", limit=limit)]
+    size = 2.0 * rows * length * kv_heads * head_dim
+    name = f"paged decode, 16 x 4096 tokens, 32 heads on 4 of {head_dim}"
+    exact = bandwidth.seconds_for(times, "read", 4 * size), "read bandwidth (goal 70%)"
+    small = bandwidth.seconds_for(times, "read", size), "read bandwidth"
+    return [
+        row(name, times, "SDPA, contiguous", "", limit_name=exact[1], limit=exact[0]),
+        row(f"  int8 pages, {head_dim}", times, "ours", ">= 1.6", ours="int8", limit_name=small[1], limit=small[0]),
+    ]

@@ -1,6 +1,6 @@
 """Attention: the functional ops, the modules, rotary embeddings, and the caches."""
 
-from atb_modules.attention.cache import CacheStep, KVCacheManager, OutOfPagesError
+from atb_modules.attention.cache import CachePolicy, CacheStep, KVCacheManager, OutOfPagesError
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes
 from atb_modules.attention.functional import (
     attention,
@@ -22,6 +22,7 @@ from atb_modules.attention.rope_scaling import RopeScalingKind, RotaryScaling
 from atb_modules.attention.sparse import SparseConfig, SparseMode
 
 __all__ = [
+    "CachePolicy",
     "Attention",
     "AttentionConfig",
     "CacheStep",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atb_modules.attention.tables import check_devices, check_slots
 from atb_modules.checks import check_probability, check_tensor, check_type
+from atb_modules.kernels.pages import Pages, QuantizedPages
 from atb_modules.kernels.traits import (
     AttentionTraits,
     CacheAppendTraits,
@@ -93,8 +94,7 @@ def paged_traits(
     q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, sinks, alibi_slopes, need_lse
 ) -> PagedAttentionTraits:
     check_layout("q", q, 3, "(total, heads, head_dim)")
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_layout(name, tensor, 4, "(num_pages, kv_heads, page_size, head_dim)")
+    check_pages(k_pages, v_pages)
     total, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
     if k_pages.shape[3] != head_dim or v_pages.shape[:3] != k_pages.shape[:3]:
@@ -142,12 +142,22 @@ def paged_traits(
     )
 
 
+def check_pages(k_pages: object, v_pages: object) -> None:
+    """Pages as tensors, or both as ``QuantizedPages``, which have checked themselves."""
+    if isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages):
+        return
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if isinstance(pages, QuantizedPages):
+            raise TypeError(f"{name} is QuantizedPages, the other pages are a tensor; allowed: both or neither")
+        check_layout(name, pages, 4, "(num_pages, kv_heads, page_size, head_dim)")
+
+
 def append_traits(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, rotary: bool, trusted: bool
+    k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor, rotary: bool, trusted: bool
 ) -> CacheAppendTraits:
+    check_pages(k_pages, v_pages)
     for name, tensor, pages in (("k", k, k_pages), ("v", v, v_pages)):
         check_layout(name, tensor, 3, "(tokens, kv_heads, head_dim)")
-        check_layout(f"{name}_pages", pages, 4, "(num_pages, kv_heads, page_size, head_dim)")
         if tensor.shape[0] != k.shape[0] or tensor.shape[1] != pages.shape[1] or tensor.shape[2] != pages.shape[3]:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)}; pages of {pages.shape[1]} heads of {pages.shape[3]} channels take "

@@ -16,6 +16,7 @@ from atb_modules.attention.calls import (
 )
 from atb_modules.attention.tables import check_devices, check_rotated, check_tables
 from atb_modules.checks import check_bool, check_type
+from atb_modules.kernels.pages import Pages
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import overlaps_itself
 from atb_modules.overlays import Overlays
@@ -99,8 +100,8 @@ def attention(
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     block_table: Tensor,
     kv_lengths: Tensor,
     cu_seqlens_q: Tensor,
@@ -116,7 +117,7 @@ def paged_attention(
 
     Args:
         q: (total, num_heads, head_dim), the new tokens of all rows one after the other.
-        k_pages, v_pages: (num_pages, num_kv_heads, page_size, head_dim).
+        k_pages, v_pages: (num_pages, num_kv_heads, page_size, head_dim), or both as ``QuantizedPages``.
         block_table: int32 (batch, max_blocks), the page of each block of page_size tokens, -1 where freed or unused.
         kv_lengths: int32 (batch,), tokens in the cache, the new ones included.
         cu_seqlens_q: int32 (batch + 1,), where each row's queries begin.
@@ -156,8 +157,8 @@ def paged_attention(
 def cache_append(
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slots: Tensor,
     *,
     strategy: str = "auto",
@@ -179,8 +180,8 @@ def rotary_append(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slots: Tensor,
     *,
     interleaved: bool,

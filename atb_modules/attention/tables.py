@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from atb_modules.checks import check_floating, check_tensor
+from atb_modules.kernels.pages import Pages
 from atb_modules.spec import AttentionSpec
 
 
-def check_devices(reference: str, device: torch.device, **tensors: Tensor) -> None:
+def check_devices(reference: str, device: torch.device, **tensors: Pages) -> None:
     """ValueError unless all tensors are on the device of the one named ``reference``."""
     for name, tensor in tensors.items():
         if tensor.device != device:

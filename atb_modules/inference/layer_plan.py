@@ -151,6 +151,7 @@ def native_plan(layer: TransformerLayer, cache: KVCacheManager, max_batch: int) 
     assert isinstance(attention.qkv, FusedQKV) and isinstance(mlp, FeedForward)
     index = _index(attention)
     k_pages, v_pages = cache.pages(index)
+    assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     rotary = attention.rotary
     window = attention.spec.window
     weights = DecodeWeights(

@@ -95,7 +95,7 @@ class DecodeStep:
         around = model_changes(self.model)
         kernels = {
             traits: resolve("decode_layer", None, traits, asked)
-            for traits in {layer_traits(layer, self.cache.dtype, batch, around) for layer in self.model.layers}
+            for traits in {layer_traits(layer, self.cache.page_dtype, batch, around) for layer in self.model.layers}
         }
         self._native = None
         if all(kernel.strategy is DecodeStrategy.CPU for kernel in kernels.values()):

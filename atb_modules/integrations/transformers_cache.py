@@ -20,6 +20,8 @@ from atb_modules.checks import check_int
 from atb_modules.integrations.transformers import NAME
 from atb_modules.integrations.transformers_cache_layers import PagedLayer, layer_windows
 from atb_modules.integrations.transformers_pages import CachedStates, ForwardPass, LayerUpdate
+from atb_modules.kernels.pages import KVQuantization
+from atb_modules.strategies import parse_enum
 
 
 class PagedCache(Cache):
@@ -37,6 +39,7 @@ class PagedCache(Cache):
         max_batch_size: rows to reserve room for; a beam is a row.
         num_pages: pages a layer in place of ``max_batch_size`` times what ``max_seq_len`` needs, for rows that share.
         dtype: of the pages; default the dtype of the keys.
+        quantization: "int8" keeps codes with a scale for each page and head, a quarter of float32's memory.
 
     Raises:
         ValueError: a layer that is not served (encoder-decoder models, recurrent layers, keys shared between layers),
@@ -53,12 +56,14 @@ class PagedCache(Cache):
         max_batch_size: int = 1,
         num_pages: int | None = None,
         dtype: torch.dtype | None = None,
+        quantization: KVQuantization | str = KVQuantization.NONE,
     ) -> None:
         for name, value in (("max_seq_len", max_seq_len), ("page_size", page_size), ("max_batch_size", max_batch_size)):
             check_int(name, value)
         check_int("num_pages", num_pages, optional=True)
         self.max_seq_len, self.page_size, self.max_batch_size = max_seq_len, page_size, max_batch_size
         self.num_pages, self.dtype = num_pages, dtype
+        self.quantization = parse_enum(KVQuantization, quantization, "quantization")
         windows = layer_windows(config)
         super().__init__(layers=[PagedLayer(self, index, window) for index, window in enumerate(windows)])
         self.windows = windows
@@ -110,6 +115,7 @@ class PagedCache(Cache):
                 head_dim,
                 key_states.dtype if self.dtype is None else self.dtype,
                 num_pages=self._pages_for(max(self.max_batch_size, key_states.shape[0])),
+                quantization=self.quantization,
                 window=[None if window is None else window - 1 for window in self.windows],
                 device=key_states.device,
             )

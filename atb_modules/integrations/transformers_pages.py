@@ -16,7 +16,7 @@ from torch import Tensor
 from atb_modules.attention.cache import CacheStep
 from atb_modules.attention.functional import cache_append, paged_attention
 from atb_modules.integrations.transformers_masks import StructuredMask, log_once
-from atb_modules.kernels.torch.paged import take_tokens
+from atb_modules.kernels.pages import take_tokens
 from atb_modules.spec import AttentionSpec
 
 if TYPE_CHECKING:

@@ -130,10 +130,12 @@ class DecoderModel(nn.Module):
         num_pages: int | None = None,
         dtype: torch.dtype | None = None,
         evict: bool = True,
+        quantization: str = "none",
     ) -> KVCacheManager:
         """A paged cache for this model's layers; `max_seq_len` defaults to the positions it was made for.
 
-        With `evict`, windowed layers give back the pages that no later token can see.
+        With `evict`, windowed layers give back the pages that no later token can see. `quantization="int8"` keeps codes
+        with a scale for each page and head.
         """
         check_bool("evict", evict)
         config = self.config
@@ -147,6 +149,7 @@ class DecoderModel(nn.Module):
             num_kv_heads=config.num_kv_heads,
             num_pages=num_pages,
             window=config.windows if evict else None,
+            quantization=quantization,
             device=self.device,
         )
 

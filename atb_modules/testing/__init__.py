@@ -3,6 +3,7 @@
 from atb_modules.testing.memory import poisoned_memory
 from atb_modules.testing.parity import Comparison, assert_parity, compare
 from atb_modules.testing.plain import plain_attention, plain_paged_attention, summation_orders
+from atb_modules.testing.quantized import quantization_bound
 from atb_modules.testing.seeds import fresh_generator
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "plain_attention",
     "plain_paged_attention",
     "poisoned_memory",
+    "quantization_bound",
     "summation_orders",
 ]

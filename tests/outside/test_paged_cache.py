@@ -270,6 +270,22 @@ def test_a_cache_holds_lower_precision_than_the_model(models, ids):
     torch.testing.assert_close(out.logits[1], expected.logits[1], atol=0.1, rtol=0.1)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["atb", "eager"])
+def test_int8_pages(models, ids, family, implementation):
+    """The logits of the steps stay near; greedy tokens are given, so that a near tie does not lead elsewhere."""
+    model = models(family, implementation)
+    cache, dynamic = paged(model, quantization="int8"), transformers.DynamicCache(config=model.config)
+    for part in ids.split([15, 1, 1, 4], dim=1):
+        with torch.no_grad():
+            out, expected = (model(part, cache=one).logits for one in (cache, dynamic))
+        assert (out - expected).abs().max() < 0.05 * expected.std() * 4
+    plain = paged(model)
+    with torch.no_grad():
+        model(ids, cache=plain)
+    assert 3 < plain.manager.memory_stats().bytes_reserved / cache.manager.memory_stats().bytes_reserved < 4
+
+
 def test_a_larger_batch_and_a_full_pool(models, ids):
     model = models("llama")
     cache = paged(model, max_batch_size=1, max_seq_len=24)

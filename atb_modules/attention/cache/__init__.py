@@ -2,7 +2,17 @@
 
 from .manager import KVCacheManager, PrefixHit
 from .pool import OutOfPagesError
+from .static import CachePolicy, next_slots
 from .stats import CacheStats, GroupStats
 from .step import CacheStep
 
-__all__ = ["CacheStats", "CacheStep", "GroupStats", "KVCacheManager", "OutOfPagesError", "PrefixHit"]
+__all__ = [
+    "CachePolicy",
+    "CacheStats",
+    "CacheStep",
+    "GroupStats",
+    "KVCacheManager",
+    "OutOfPagesError",
+    "PrefixHit",
+    "next_slots",
+]

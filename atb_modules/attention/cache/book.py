@@ -82,6 +82,10 @@ class PageBook:
             for group in self.groups:
                 self._release(row, group)
         self.rows = []
+        self.join(count)
+
+    def join(self, count: int) -> None:
+        """Opens ``count`` empty sequences after those that are open."""
         self.append_rows([CachedSequence(len(self.groups)) for _ in range(count)])
 
     def append_rows(self, new: Sequence[CachedSequence]) -> None:

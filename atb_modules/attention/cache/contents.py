@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from atb_modules.kernels.pages import Pages, take_pages
+from atb_modules.kernels.torch.cache import cache_append_torch
+
 from .book import PageBook
 from .step import CacheStep
 from .validation import as_row, check_appended
@@ -16,7 +19,7 @@ class PageContents(ABC):
     """The part of a KVCacheManager that reads and writes pages token by token, for those who have no kernel for it."""
 
     _book: PageBook
-    _pages: list[tuple[Tensor, Tensor]]
+    _pages: list[tuple[Pages, Pages]]
     _layer_groups: tuple[int, ...]
     page_size: int
     num_kv_heads: int
@@ -45,11 +48,8 @@ class PageContents(ABC):
         shape = (slots.shape[0], self.num_kv_heads, self.head_dim)
         check_appended("k", k, shape, self.dtype, self.device)
         check_appended("v", v, shape, self.dtype, self.device)
-        k_pages, v_pages = self._pages[layer_idx]
-        page, offset = slots // self.page_size, slots % self.page_size
         with torch.no_grad():
-            k_pages[page, :, offset] = k.detach()
-            v_pages[page, :, offset] = v.detach()
+            cache_append_torch(k.detach(), v.detach(), *self._pages[layer_idx], slots)
 
     def gather(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a row as dense (num_kv_heads, tokens, head_dim) copies; in a windowed layer, of
@@ -65,8 +65,8 @@ class PageContents(ABC):
         held = torch.tensor(sequence.pages[group][first:], dtype=torch.int64, device=self.device)
         length = sequence.length - first * self.page_size
 
-        def dense(pages: Tensor) -> Tensor:
-            blocks = pages.index_select(0, held).transpose(0, 1)
+        def dense(pages: Pages) -> Tensor:
+            blocks = take_pages(pages, held).to(self.dtype).transpose(0, 1)
             return blocks.reshape(self.num_kv_heads, -1, self.head_dim)[:, :length]
 
         k_pages, v_pages = self._pages[layer_idx]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from atb_modules.checks import check_bool
+from atb_modules.kernels.pages import KVQuantization, Pages, copy_page, page_bytes
+from atb_modules.strategies import parse_enum
 
 from .book import PageBook
 from .contents import PageContents
-from .groups import CachedSequence, LayerGroup
+from .groups import LayerGroup
 from .layer_steps import LayerSteps
 from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
 from .sizes import MAX_LAYERS, check_books, check_rows, reserve_pages
+from .static import CachePolicy, StaticBook
 from .stats import CacheStats, measure
 from .step import CacheStep, StepBuilder, refuse_layer, refuse_step
 from .validation import as_lengths, as_row, as_rows, check_count, check_dtype, layer_windows
@@ -47,6 +49,10 @@ class KVCacheManager(PrefixSharing, PageContents):
         num_pages: pages a layer, default enough for one sequence of `max_seq_len`.
         window: left window: how many earlier keys a query sees, itself not counted. None (all), one int for
             every layer, or one entry a layer. A Hugging Face `sliding_window=W` is W - 1 here.
+        quantization: "none", or "int8": codes with a float32 scale for each page and head, `QuantizedPages`.
+        policy: "paged", or "static": every sequence has the pages of `max_seq_len` tokens while it is open, so that
+            block tables do not change and a compiled step needs tensors alone (`next_slots`); rows share nothing, and
+            windows let go of nothing.
         device: of the pool.
 
     Raises:
@@ -66,6 +72,8 @@ class KVCacheManager(PrefixSharing, PageContents):
         num_kv_heads: int | None = None,
         num_pages: int | None = None,
         window: int | Sequence[int | None] | None = None,
+        quantization: KVQuantization | str = KVQuantization.NONE,
+        policy: CachePolicy | str = CachePolicy.PAGED,
         device: torch.device | str | None = None,
     ) -> None:
         self.max_seq_len = check_count("max_seq_len", max_seq_len)
@@ -79,6 +87,8 @@ class KVCacheManager(PrefixSharing, PageContents):
         self._max_blocks = max_blocks = -(-self.max_seq_len // self.page_size)
         self.num_pages = max_blocks if num_pages is None else check_count("num_pages", num_pages)
         self.dtype = check_dtype(dtype)
+        self.policy = parse_enum(CachePolicy, policy, "policy")
+        self.quantization = parse_enum(KVQuantization, quantization, "quantization")
         self.windows = layer_windows(window, self.num_layers)
         self._pages = self._reserved(self.num_pages, device)
         groups: dict[int | None, LayerGroup] = {}
@@ -89,16 +99,17 @@ class KVCacheManager(PrefixSharing, PageContents):
                 groups[layer_window] = group
             group.layers.append(layer)
         self._layer_groups = tuple(groups[layer_window].index for layer_window in self.windows)
-        self._book = PageBook(list(groups.values()), self.page_size, self.max_seq_len)
+        book = StaticBook if self.policy is CachePolicy.STATIC else PageBook
+        self._book = book(list(groups.values()), self.page_size, self.max_seq_len)
         self.device = self._pages[0][0].device
         self._steps = StepBuilder(self._book, self._layer_groups, self.device)
         self._registered_layers = 0
         self._newest: CacheStep | None = None
         self.layer_steps = LayerSteps(self.num_layers)
 
-    def _reserved(self, num_pages: int, device: torch.device | str | None) -> list[tuple[Tensor, Tensor]]:
+    def _reserved(self, num_pages: int, device: torch.device | str | None) -> list[tuple[Pages, Pages]]:
         sizes = self.num_kv_heads, self.page_size, self.head_dim
-        pages = reserve_pages(self.num_layers, num_pages, *sizes, self.dtype, device)
+        pages = reserve_pages(self.num_layers, num_pages, *sizes, self.dtype, device, self.quantization)
         check_books(self.num_layers, len(set(self.windows)), self.max_seq_len, self.page_size, num_pages)
         return pages
 
@@ -120,6 +131,11 @@ class KVCacheManager(PrefixSharing, PageContents):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each open sequence."""
         return tuple(row.length for row in self._book.rows)
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """What the pages hold: `dtype`, or torch.int8 codes."""
+        return self._pages[0][0].dtype
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
@@ -175,7 +191,7 @@ class KVCacheManager(PrefixSharing, PageContents):
         begin = self.batch_size
         self._check_rows("count", count, begin)
         self._changed()
-        self._book.append_rows([CachedSequence(len(self._book.groups)) for _ in range(count)])
+        self._book.join(count)
         return list(range(begin, begin + count))
 
     def leave(self, rows: int | Sequence[int]) -> None:
@@ -292,7 +308,7 @@ class KVCacheManager(PrefixSharing, PageContents):
             for group, source, destination in copies:
                 for layer in self._book.groups[group].layers:
                     for pages in self._pages[layer]:
-                        pages[destination].copy_(pages[source])
+                        copy_page(pages, source, destination)
 
     def rollback(self, step: CacheStep) -> None:
         """Undoes `step`: its tokens are gone, its pages released. Only the newest step of an unchanged cache
@@ -368,14 +384,14 @@ class KVCacheManager(PrefixSharing, PageContents):
         if type(layer_idx) is not int or not 0 <= layer_idx < self.num_layers:
             refuse_layer(layer_idx, self.num_layers)
 
-    def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Key and value pages of a layer: (num_pages, num_kv_heads, page_size, head_dim). Unwritten slots
-        hold anything.
+    def pages(self, layer_idx: int) -> tuple[Pages, Pages]:
+        """Key and value pages of a layer: (num_pages, num_kv_heads, page_size, head_dim), as the ops over pages take
+        them. Unwritten slots hold anything.
         """
         self._check_layer(layer_idx)
         return self._pages[layer_idx]
 
     def memory_stats(self) -> CacheStats:
         """What is reserved, used, shared and wasted now."""
-        page_bytes = 2 * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
-        return measure(self._book, page_bytes)
+        sizes = self.page_size, self.num_kv_heads, self.head_dim
+        return measure(self._book, 2 * page_bytes(*sizes, self.dtype, self.quantization))

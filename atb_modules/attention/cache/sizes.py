@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from atb_modules.checks import check_device
+from atb_modules.kernels.pages import KVQuantization, Pages, QuantizedPages, page_bytes
 
 #: Most sequences that can be open in one cache.
 MAX_ROWS = 65_536
@@ -25,26 +26,28 @@ def reserve_pages(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str | None,
-) -> list[tuple[Tensor, Tensor]]:
+    quantization: KVQuantization = KVQuantization.NONE,
+) -> list[tuple[Pages, Pages]]:
     """Key and value pages of each layer, (num_pages, num_kv_heads, page_size, head_dim), not written.
 
     Raises:
         ValueError: the sizes ask for more memory than there is; the message has them, and the bytes.
     """
     check_device(device)
+    size = page_bytes(page_size, num_kv_heads, head_dim, dtype, quantization)
     shape = (num_pages, num_kv_heads, page_size, head_dim)
     asked = (
         f"num_layers={num_layers}, num_pages={num_pages}, num_kv_heads={num_kv_heads}, page_size={page_size} and "
         f"head_dim={head_dim} in {dtype} ask for "
-        f"{2 * num_layers * num_pages * num_kv_heads * page_size * head_dim * dtype.itemsize} bytes"
+        f"{2 * num_layers * num_pages * size} bytes"
     )
-    if num_pages * num_kv_heads * page_size * head_dim * dtype.itemsize >= 2**63:
+    if num_pages * size >= 2**63:
         raise ValueError(f"{asked}; allowed: less than {2**63} a tensor of keys or values")
     # Normal tensors even under inference_mode: an inference tensor could not be written outside of it.
     with torch.inference_mode(False):
         try:
             return [
-                (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+                (_pool(shape, dtype, device, quantization), _pool(shape, dtype, device, quantization))
                 for _ in range(num_layers)
             ]
         except torch.OutOfMemoryError:
@@ -52,6 +55,14 @@ def reserve_pages(
         except (MemoryError, RuntimeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{asked}, which cannot be reserved: {first}") from None
+
+
+def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: Any, quantization: KVQuantization) -> Pages:
+    if quantization is KVQuantization.NONE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return QuantizedPages(
+        torch.empty(shape, dtype=torch.int8, device=device), torch.zeros(shape[:2], dtype=torch.float32, device=device)
+    )
 
 
 def check_books(num_layers: int, num_groups: int, max_seq_len: int, page_size: int, num_pages: int) -> None:

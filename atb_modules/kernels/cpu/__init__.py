@@ -13,6 +13,7 @@ from . import (
     records,
     records_chains,
     records_moe,
+    records_paged,
 )
 from .decode_layer import DecodeLayerPlan, DecodeSettings, DecodeWeights
 from .decode_stack import DecodeStackPlan
@@ -34,4 +35,5 @@ __all__ = [
     "records",
     "records_chains",
     "records_moe",
+    "records_paged",
 ]

@@ -124,3 +124,8 @@ def dtype_code(name: str, dtype: torch.dtype) -> int:
     if code is None:
         raise TypeError(f"{name} must be float32, bfloat16 or float16 for the CPU kernels, got {dtype}")
     return code
+
+
+def page_dtype_code(name: str, dtype: torch.dtype) -> int:
+    """The same for pages of keys and values, which may be int8 too."""
+    return structs.INT8_PAGES if dtype == torch.int8 else dtype_code(name, dtype)

@@ -14,7 +14,26 @@ def _meta_none(*_: object, **__: object) -> None:
     return None
 
 
-def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, kv_lengths: Tensor) -> None:
+def check_scales(pages: Tensor, **scales: Tensor | None) -> None:
+    """Raises unless int8 pages have scales, and each of them is contiguous float32 (num_pages, kv_heads)."""
+    for name, given in scales.items():
+        if (given is None) == (pages.dtype == torch.int8):
+            raise ValueError(f"{name} is {'None' if given is None else 'given'}; the pages are {pages.dtype}")
+        if given is not None:
+            check_same(name, given, "the pages", pages.shape[:2], torch.float32)
+            if not given.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got {given.stride()}")
+
+
+def _check_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    kv_lengths: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+) -> None:
     if q.dim() != 3 or k_pages.dim() != 4 or k_pages.shape[3] != q.shape[2]:
         raise ValueError(
             "q must be (total, heads, head_dim) and k_pages (num_pages, kv_heads, page_size, head_dim),"
@@ -28,6 +47,7 @@ def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tenso
         raise ValueError(
             f"block_table must be int32 (batch, max_blocks), got {block_table.dtype} {tuple(block_table.shape)}"
         )
+    check_scales(k_pages, k_scales=k_scales, v_scales=v_scales)
     check_same("kv_lengths", kv_lengths, "the rows of block_table", (block_table.shape[0],), torch.int32)
 
 
@@ -45,6 +65,8 @@ def paged_attention_out(
     right: int,
     scale: float,
     softcap: float,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     *,
     out: Tensor,
     lse: Tensor,
@@ -52,13 +74,14 @@ def paged_attention_out(
     """Attention of packed queries over pages into `out` (total, heads, head_dim) and `lse` (heads, total) float32.
 
     Only tokens below kv_lengths are read, and of those only the ones some query may see: pages that slid out of a
-    window need not exist (block_table -1), and unwritten slots may hold anything.
+    window need not exist (block_table -1), and unwritten slots may hold anything. int8 pages come with scales, float32
+    (num_pages, kv_heads).
     """
-    _check_pages(q, k_pages, v_pages, block_table, kv_lengths)
+    _check_pages(q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales)
     total, heads, head_dim = q.shape
     batch = block_table.shape[0]
     check_same("cu_seqlens_q", cu_seqlens_q, "the rows of block_table", (batch + 1,), torch.int32)
-    dtype, page_dtype = library.dtype_code("q", q.dtype), library.dtype_code("k_pages", k_pages.dtype)
+    dtype, page_dtype = library.dtype_code("q", q.dtype), library.page_dtype_code("k_pages", k_pages.dtype)
     check_out(out, q.shape, q.dtype)
     check_same("lse", lse, "q", (heads, total), torch.float32)
     sinks, slopes = per_head("sinks", sinks, heads), per_head("alibi_slopes", alibi_slopes, heads)
@@ -71,6 +94,8 @@ def paged_attention_out(
         q.data_ptr(),
         pointer(k_pages),
         pointer(v_pages),
+        pointer(k_scales),
+        pointer(v_scales),
         pointer(block_table),
         kv_lengths.data_ptr(),
         cu_seqlens_q.data_ptr(),
@@ -99,7 +124,7 @@ def paged_attention_out(
     call("atb_paged_attention", args)
 
 
-def _meta_paged(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _meta_paged(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return out, torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
 
@@ -118,6 +143,8 @@ def _paged_attention(
     right: int,
     scale: float,
     softcap: float,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _meta_paged(q)
     paged_attention_out(
@@ -134,6 +161,8 @@ def _paged_attention(
         right,
         scale,
         softcap,
+        k_scales,
+        v_scales,
         out=out,
         lse=lse,
     )
@@ -142,7 +171,8 @@ def _paged_attention(
 
 _PAGED = (
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor kv_lengths, Tensor cu_seqlens_q,"
-    " Tensor? sinks, Tensor? alibi_slopes, bool causal, int left, int right, float scale, float softcap"
+    " Tensor? sinks, Tensor? alibi_slopes, bool causal, int left, int right, float scale, float softcap,"
+    " Tensor? k_scales=None, Tensor? v_scales=None"
 )
 define(f"paged_attention({_PAGED}) -> (Tensor, Tensor)", _paged_attention, _meta_paged)
 define(

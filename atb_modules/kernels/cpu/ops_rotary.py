@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import library, structs
 from .library_ops import LIB, call, check_same, define, last_dense, pointer, threads
+from .ops_paged import check_scales
 
 
 def _check_tables(cos: Tensor, sin: Tensor, tokens: int, head_dim: int) -> int:
@@ -118,10 +119,12 @@ def _append(
     v_pages: Tensor,
     slots: Tensor,
     interleaved: bool,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
     _check_packed("k", k)
     tokens, kv_heads, head_dim = k.shape
-    dtype, page_dtype = library.dtype_code("k", k.dtype), library.dtype_code("k_pages", k_pages.dtype)
+    dtype, page_dtype = library.dtype_code("k", k.dtype), library.page_dtype_code("k_pages", k_pages.dtype)
     check_same("v", v, "k", k.shape, k.dtype)
     check_same("v_pages", v_pages, "k_pages", k_pages.shape, k_pages.dtype)
     if k_pages.dim() != 4 or k_pages.shape[1] != kv_heads or k_pages.shape[3] != head_dim:
@@ -131,6 +134,7 @@ def _append(
         )
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError(f"k_pages and v_pages must be contiguous, got {k_pages.stride()} and {v_pages.stride()}")
+    check_scales(k_pages, k_scales=k_scales, v_scales=v_scales)
     check_same("slots", slots, "the tokens of k", (tokens,), torch.int64)
     heads = half = 0
     if q is not None:
@@ -153,6 +157,8 @@ def _append(
         pointer(sin),
         pointer(k_pages),
         pointer(v_pages),
+        pointer(k_scales),
+        pointer(v_scales),
         slots.data_ptr(),
         tokens,
         heads,
@@ -184,29 +190,41 @@ def rotary_append(
     v_pages: Tensor,
     slots: Tensor,
     interleaved: bool,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Rotates q in place, writes the rotated k and v to their slots of the pages (-1: not written).
 
     q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim), views of one fused product
     allowed; cos and sin (tokens, rotary_dim / 2) float32; pages (num_pages, kv_heads, page_size, head_dim) of any
-    of the three dtypes; slots int64 (tokens,), inside the pool.
+    of the three dtypes, or int8 with scales float32 (num_pages, kv_heads), which grow as ``QuantizedPages`` says; slots
+    int64 (tokens,), inside the pool.
     """
-    _append(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
+    _append(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved, k_scales, v_scales)
 
 
-def cache_append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def cache_append(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
     """Writes k and v (tokens, kv_heads, head_dim) to their slots of the pages (-1: not written)."""
-    _append(None, k, v, None, None, k_pages, v_pages, slots, False)
+    _append(None, k, v, None, None, k_pages, v_pages, slots, False, k_scales, v_scales)
 
 
 define(
     "rotary_append(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(b!) k_pages,"
-    " Tensor(c!) v_pages, Tensor slots, bool interleaved) -> ()",
+    " Tensor(c!) v_pages, Tensor slots, bool interleaved, Tensor(d!)? k_scales=None, Tensor(e!)? v_scales=None) -> ()",
     rotary_append,
     _meta_none,
 )
 define(
-    "cache_append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots) -> ()",
+    "cache_append(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots,"
+    " Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> ()",
     cache_append,
     _meta_none,
 )

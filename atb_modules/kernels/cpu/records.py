@@ -11,10 +11,8 @@ from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
     ActivationTraits,
     AttentionTraits,
-    CacheAppendTraits,
     LinearTraits,
     NormTraits,
-    PagedAttentionTraits,
     RotaryTraits,
 )
 from atb_modules.overlays import Overlays
@@ -22,7 +20,6 @@ from atb_modules.reach import reach
 from atb_modules.spec import AttentionSpec, Causal
 from atb_modules.strategies import (
     AttentionStrategy,
-    CacheStrategy,
     LinearStrategy,
     MLPStrategy,
     NormStrategy,
@@ -121,28 +118,7 @@ def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _OPS.linear(x, weight, bias)
 
 
-def cache_append_cpu(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Keys and values to their slots, converted on the way."""
-    _OPS.cache_append(k, v, k_pages, v_pages, slots)
-
-
-def rotary_append_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    interleaved: bool,
-) -> None:
-    """Queries rotated in place, keys rotated on their way into the pages."""
-    # Tables of a user may come in another dtype; ours are float32 and pass through.
-    _OPS.rotary_append(q, k, v, cos.float(), sin.float(), k_pages, v_pages, slots, interleaved)
-
-
-def _static(spec: AttentionSpec, head_dim: int) -> tuple[int, int, float, float]:
+def static_parts(spec: AttentionSpec, head_dim: int) -> tuple[int, int, float, float]:
     """(left, right, scale, softcap) as the ops take them."""
     left = -1 if spec.left is None else spec.left
     right = -1 if spec.right is None else spec.right
@@ -167,41 +143,12 @@ def attention_cpu(
     ranges = reach(spec, q.shape[2], k.shape[2], overlays, q.device) if spec.has_overlays or overlays else None
     blocks = None if overlays is None else overlays.block_mask
     starts = None if overlays is None else overlays.query_blocks(q.shape[1] // k.shape[1], LANES)
-    options = (ranges, blocks, spec.block_size or 0, causal, *_static(spec, q.shape[-1]), starts)
+    options = (ranges, blocks, spec.block_size or 0, causal, *static_parts(spec, q.shape[-1]), starts)
     out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, *options)
     return out, lse if need_lse else None
 
 
-def paged_attention_cpu(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    spec: AttentionSpec,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    need_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Reads the pages in place, only the tokens that some query sees."""
-    out, lse = _OPS.paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        kv_lengths,
-        cu_seqlens_q,
-        sinks,
-        alibi_slopes,
-        spec.is_causal,
-        *_static(spec, q.shape[-1]),
-    )
-    return out, lse if need_lse else None
-
-
-def _common(*dtypes: torch.dtype) -> list[str]:
+def common_reasons(*dtypes: torch.dtype) -> list[str]:
     reasons = []
     if _UNAVAILABLE is not None:
         reasons.append(_UNAVAILABLE)
@@ -212,22 +159,18 @@ def _common(*dtypes: torch.dtype) -> list[str]:
 
 
 def _plain_reasons(spec: None, traits: NormTraits | ActivationTraits | RotaryTraits) -> tuple[str, ...]:
-    return tuple(_common(traits.dtype))
-
-
-def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
-    return tuple(_common(traits.dtype, traits.page_dtype))
+    return tuple(common_reasons(traits.dtype))
 
 
 def _linear_reasons(spec: None, traits: LinearTraits) -> tuple[str, ...]:
-    reasons = _common(traits.dtype, traits.weight_dtype)
+    reasons = common_reasons(traits.dtype, traits.weight_dtype)
     if traits.autocast:
         reasons.append("autocast decides the dtype of the product")
     return tuple(reasons)
 
 
 def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
-    reasons = _common(traits.dtype)
+    reasons = common_reasons(traits.dtype)
     if traits.bias_requires_grad:
         reasons.append("the CPU attention kernel has no gradient of a mask or of ALiBi slopes")
     if traits.dropout:
@@ -236,13 +179,6 @@ def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[st
         reasons.append(
             f"value_dim {traits.value_dim} must equal head_dim {traits.head_dim} in the CPU attention kernel"
         )
-    return tuple(reasons)
-
-
-def _paged_reasons(spec: AttentionSpec, traits: PagedAttentionTraits) -> tuple[str, ...]:
-    reasons = _common(traits.dtype, traits.page_dtype)
-    if spec.has_overlays:
-        reasons.append("the CPU kernel over pages knows causality and windows, not global tokens, a prefix or chunks")
     return tuple(reasons)
 
 
@@ -259,11 +195,6 @@ def _rotary_cost(spec: None, traits: RotaryTraits) -> Cost:
     elements = 1.0 * traits.tokens * traits.num_heads * traits.head_dim
     # Interleaved pairs are rotated one at a time.
     return Cost(bytes=(6.0 if traits.interleaved else 2.0) * traits.dtype.itemsize * elements)
-
-
-def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
-    elements = 2.0 * traits.tokens * traits.num_kv_heads * traits.head_dim
-    return Cost(bytes=(traits.dtype.itemsize + traits.page_dtype.itemsize) * elements)
 
 
 def _linear_cost(spec: None, traits: LinearTraits) -> Cost:
@@ -283,7 +214,7 @@ def _linear_cost(spec: None, traits: LinearTraits) -> Cost:
     return Cost(operations=0.73 * operations, bytes=moved, calls=1.0 + traits.out_features // 1024)
 
 
-def _visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
+def visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
     """The share of the scores that lies in tiles which some query sees."""
     width = float(kv_len)
     if spec.left is not None and spec.right is not None:
@@ -294,22 +225,13 @@ def _visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
 
 
 def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
-    scores = traits.pairs * _visible_share(spec, traits.q_len, traits.kv_len) if traits.seen is None else traits.seen
+    scores = traits.pairs * visible_share(spec, traits.q_len, traits.kv_len) if traits.seen is None else traits.seen
     operations = 4.0 * scores * traits.head_dim
     if traits.mask == "float" or traits.mask == "bool":
         operations += 60.0 * scores
     if spec.softcap is not None:
         operations += 40.0 * scores
     return Cost(operations=operations)
-
-
-def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
-    kv_len = traits.max_blocks * traits.page_size
-    q_len = max(traits.total // max(traits.batch, 1), 1)
-    share = _visible_share(spec, q_len, kv_len)
-    read = 2.0 * traits.batch * traits.num_kv_heads * kv_len * traits.head_dim * traits.page_dtype.itemsize
-    operations = 4.0 * traits.num_heads * traits.total * kv_len * traits.head_dim
-    return Cost(operations=share * operations, bytes=share * read)
 
 
 _CPU = ("cpu",)
@@ -359,32 +281,11 @@ register(
 register(Kernel("linear", LinearStrategy.CPU, linear_cpu, _linear_reasons, _linear_cost, _CPU, transformable=False))
 register(
     Kernel(
-        "cache_append", CacheStrategy.CPU, cache_append_cpu, _append_reasons, _append_cost, _CPU, transformable=False
-    )
-)
-register(
-    Kernel(
-        "rotary_append", CacheStrategy.CPU, rotary_append_cpu, _append_reasons, _append_cost, _CPU, transformable=False
-    )
-)
-register(
-    Kernel(
         "attention",
         AttentionStrategy.CPU,
         attention_cpu,
         _attention_reasons,
         _attention_cost,
-        _CPU,
-        transformable=False,
-    )
-)
-register(
-    Kernel(
-        "paged_attention",
-        AttentionStrategy.CPU,
-        paged_attention_cpu,
-        _paged_reasons,
-        _paged_cost,
         _CPU,
         transformable=False,
     )

@@ -12,7 +12,7 @@ from atb_modules.kernels.traits import MLPChainTraits, NormTraits
 from atb_modules.strategies import MLPStrategy, NormStrategy
 
 from .ops_linear import GEMV_ROWS
-from .records import _common, _supported, add_layer_norm_cpu, add_rms_norm_cpu, add_rms_norm_cpu_, linear_cpu
+from .records import _supported, add_layer_norm_cpu, add_rms_norm_cpu, add_rms_norm_cpu_, common_reasons, linear_cpu
 
 _OPS = torch.ops.atb_modules
 
@@ -70,7 +70,7 @@ def mlp_residual_norm_cpu(
 
 
 def _norm_reasons(spec: None, traits: NormTraits) -> tuple[str, ...]:
-    return tuple(_common(traits.dtype))
+    return tuple(common_reasons(traits.dtype))
 
 
 def _norm_cost(spec: None, traits: NormTraits) -> Cost:
@@ -78,7 +78,7 @@ def _norm_cost(spec: None, traits: NormTraits) -> Cost:
 
 
 def _chain_reasons(spec: None, traits: MLPChainTraits) -> tuple[str, ...]:
-    reasons = _common(traits.dtype, traits.weight_dtype)
+    reasons = common_reasons(traits.dtype, traits.weight_dtype)
     if traits.autocast:
         reasons.append("autocast decides the dtype of the products")
     return tuple(reasons)

@@ -11,7 +11,7 @@ from atb_modules.kernels.traits import MoETraits
 from atb_modules.strategies import MLPStrategy
 
 from .ops_linear import GEMV_ROWS
-from .records import _common
+from .records import common_reasons
 
 _OPS = torch.ops.atb_modules
 
@@ -34,7 +34,7 @@ def moe_cpu(
 
 
 def _reasons(spec: None, traits: MoETraits) -> tuple[str, ...]:
-    reasons = _common(traits.dtype, traits.weight_dtype)
+    reasons = common_reasons(traits.dtype, traits.weight_dtype)
     if traits.autocast:
         reasons.append("autocast decides the dtype of the products")
     return tuple(reasons)

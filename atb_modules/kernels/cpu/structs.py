@@ -10,6 +10,8 @@ import torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 MASK_BOOL = 3
+#: the dtype of pages of keys and values that are codes with scales
+INT8_PAGES = 3
 
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -46,7 +48,7 @@ class RotaryArgs(ctypes.Structure):
 
 class AppendArgs(ctypes.Structure):
     _fields_ = _fields(
-        ("q k v cos sin k_pages v_pages slots", _P),
+        ("q k v cos sin k_pages v_pages k_scales v_scales slots", _P),
         ("tokens heads kv_heads head_dim half page_size", _I64),
         ("q_token q_head k_token k_head v_token v_head", _I64),
         ("dtype page_dtype interleaved threads", _I32),
@@ -82,7 +84,7 @@ class AttentionBackwardArgs(ctypes.Structure):
 
 class PagedArgs(ctypes.Structure):
     _fields_ = _fields(
-        ("q k_pages v_pages block_table kv_lengths cu_seqlens_q sinks slopes out lse", _P),
+        ("q k_pages v_pages k_scales v_scales block_table kv_lengths cu_seqlens_q sinks slopes out lse", _P),
         ("batch heads kv_heads head_dim page_size max_blocks total q_token q_head", _I64),
         ("left right", _I64),
         ("scale softcap", _F),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atb_modules import masks
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.pages import Pages
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import AttentionTraits, PagedAttentionTraits
 from atb_modules.overlays import Overlays
@@ -66,8 +67,8 @@ def attention_reference(
 
 def paged_attention_reference(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     block_table: Tensor,
     kv_lengths: Tensor,
     cu_seqlens_q: Tensor,

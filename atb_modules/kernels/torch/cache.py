@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.pages import LARGEST_CODE, Pages, QuantizedPages
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.rotary import rotary_torch
 from atb_modules.kernels.traits import CacheAppendTraits
 from atb_modules.strategies import CacheStrategy
 
 
-def cache_append_torch(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def cache_append_torch(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
     """Write k, v (tokens, kv_heads, head_dim) to ``slots`` (tokens,) of the pages; slot -1 is not written."""
     page_size = k_pages.shape[2]
     written = slots >= 0
     slots = slots[written]
     page, offset = slots // page_size, slots % page_size
-    k_pages[page, :, offset] = k[written].to(k_pages.dtype)
-    v_pages[page, :, offset] = v[written].to(v_pages.dtype)
+    for states, pages in ((k, k_pages), (v, v_pages)):
+        if isinstance(pages, QuantizedPages):
+            _append_codes(states[written].float(), pages, page, offset)
+        else:
+            pages[page, :, offset] = states[written].to(pages.dtype)
+
+
+def _append_codes(states: Tensor, pages: QuantizedPages, page: Tensor, offset: Tensor) -> None:
+    """float32 (tokens, kv_heads, head_dim) as codes; see ``QuantizedPages``."""
+    if not page.numel():
+        return
+    touched, of = page.unique(return_inverse=True)
+    heads = states.shape[1]
+    held = torch.full_like(touched, pages.shape[2]).scatter_reduce(0, of, offset, "amin")
+    needed = states.new_zeros(touched.numel(), heads)
+    largest = states.abs().amax(dim=-1) / LARGEST_CODE
+    needed = needed.scatter_reduce(0, of[:, None].expand(-1, heads), largest, "amax")
+    before = pages.scales[touched].masked_fill((held == 0)[:, None], 0.0)
+    after = torch.maximum(before, needed)
+    # Where nothing grows the ratio is 1, and rounding changes nothing; codes from the first new slot on are not kept.
+    ratio = torch.where(after > before, before / after, 1.0)
+    kept = (torch.arange(pages.shape[2], device=held.device) < held[:, None])[:, None, :, None]
+    codes = pages.codes[touched]
+    rounded = (codes.float() * ratio[:, :, None, None]).round().to(torch.int8)
+    pages.codes[touched] = torch.where(kept, rounded, codes)
+    pages.scales[touched] = after
+    scale = after.where(after > 0.0, 1.0)[of][:, :, None]
+    limit = float(LARGEST_CODE)
+    pages.codes[page, :, offset] = (states / scale).round().clamp(-limit, limit).to(torch.int8)
 
 
 def rotary_append_torch(
@@ -27,8 +56,8 @@ def rotary_append_torch(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slots: Tensor,
     interleaved: bool,
 ) -> None:

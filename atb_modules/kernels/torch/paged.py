@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.pages import Pages, QuantizedPages, take_pages
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.attention import attention_eager, attention_sdpa
 from atb_modules.kernels.traits import PagedAttentionTraits
@@ -13,21 +14,16 @@ from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import AttentionStrategy
 
 
-def gather_pages(pages: Tensor, blocks: Tensor, length: int) -> Tensor:
+def gather_pages(pages: Pages, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens behind one row of a block table: (kv_heads, length, head_dim).
 
     Slots that were never written stay behind (they may hold NaN). Freed blocks (-1) read as zeros.
     """
     page_size = pages.shape[2]
     blocks = blocks[: (length + page_size - 1) // page_size].long()
-    taken = pages[blocks.clamp(min=0)]
+    taken = take_pages(pages, blocks.clamp(min=0))
     taken = taken.masked_fill((blocks < 0)[:, None, None, None], 0.0)
     return taken.transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
-
-
-def take_tokens(pages: Tensor, page: Tensor, offset: Tensor) -> Tensor:
-    """The vectors of all heads at ``offset`` of ``page``, of any one shape: (*shape, kv_heads, head_dim)."""
-    return pages[page, :, offset]
 
 
 def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, need_lse, **tensors):
@@ -40,9 +36,10 @@ def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spe
             continue
         k = gather_pages(k_pages, block_table[row], length)
         v = gather_pages(v_pages, block_table[row], length)
-        if dense is attention_sdpa:  # the eager kernel widens what it reads; SDPA wants one dtype
-            k, v = k.to(q.dtype), v.to(q.dtype)
         row_q = q[begin:end].transpose(0, 1).unsqueeze(0)
+        if dense is attention_sdpa:  # the eager kernel widens what it reads; SDPA wants one dtype
+            dtype = torch.promote_types(q.dtype, k.dtype) if isinstance(k_pages, QuantizedPages) else q.dtype
+            row_q, k, v = row_q.to(dtype), k.to(dtype), v.to(dtype)
         row_out, row_lse = dense(row_q, k.unsqueeze(0), v.unsqueeze(0), spec, need_lse=need_lse, **tensors)
         out[begin:end] = row_out[0].transpose(0, 1)
         if lse is not None:
@@ -52,8 +49,8 @@ def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spe
 
 def paged_attention_eager(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     block_table: Tensor,
     kv_lengths: Tensor,
     cu_seqlens_q: Tensor,
@@ -81,8 +78,8 @@ def paged_attention_eager(
 
 def paged_attention_sdpa(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     block_table: Tensor,
     kv_lengths: Tensor,
     cu_seqlens_q: Tensor,

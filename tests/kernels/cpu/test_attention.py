@@ -204,6 +204,23 @@ def test_pages(isa, heads, kv_heads, head_dim, page_size, left, query_lengths, p
             torch.testing.assert_close(lse[:, rows].double(), want_lse[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("query_lengths", [(1, 1, 1), (3, 1, 20)])
+@pytest.mark.parametrize("heads,kv_heads,head_dim,page_size,left", [(16, 2, 64, 16, -1), (9, 1, 40, 3, 20)])
+def test_int8_pages(isa, heads, kv_heads, head_dim, page_size, left, query_lengths):
+    """Codes with scales read as the float32 values that they stand for."""
+    g = torch.Generator().manual_seed(6)
+    blocks = -(-70 // page_size)
+    codes = torch.randint(-127, 128, (2, 3 * blocks, kv_heads, page_size, head_dim), generator=g, dtype=torch.int8)
+    scales = torch.rand(2, 3 * blocks, kv_heads, generator=g) / 50
+    values = codes * scales[..., None, None]
+    table = torch.randperm(3 * blocks, generator=g).int().reshape(3, blocks)
+    cu = torch.tensor([0, *query_lengths]).cumsum(0).int()
+    where = table, torch.tensor([37, 1, 70], dtype=torch.int32), cu, None, None, True, left, -1, 0.1, 0.0
+    q = torch.randn((sum(query_lengths), heads, head_dim), generator=g)
+    ours = OPS.paged_attention(q, *codes.unbind(), *where, *scales.unbind())
+    torch.testing.assert_close(ours, OPS.paged_attention(q, *values.unbind(), *where), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 37, 64, 70])
 def test_unwritten_slots_do_not_matter(isa, length):
     k, v = torch.randn(1, 2, length, 80), torch.randn(1, 2, length, 80)

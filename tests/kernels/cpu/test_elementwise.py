@@ -194,6 +194,7 @@ def test_opcheck():
     cos, sin = torch.rand(4, 8), torch.rand(4, 8)
     pages = torch.zeros(3, 3, 4, 24), torch.zeros(3, 3, 4, 24)
     slots = torch.tensor([0, 5, -1, 11])
+    codes, scales = torch.zeros(2, 3, 3, 4, 24, dtype=torch.int8), torch.zeros(2, 3, 3)
     leaf = x.clone().requires_grad_()
     for op, args, kwargs in (
         (OPS.rms_norm.default, (leaf, w, 1e-5, 0.0, False), {}),
@@ -210,6 +211,7 @@ def test_opcheck():
         (OPS.rotary.out, (x, cos, sin, True), {"out": out}),
         (OPS.rotary_append.default, (torch.randn(4, 6, 24), x, y, cos, sin, *pages, slots, False), {}),
         (OPS.cache_append.default, (x, y, *pages, slots), {}),
+        (OPS.cache_append.default, (x, y, *codes.unbind(), torch.arange(4), *scales.unbind()), {}),
         (OPS.linear.default, (leaf, torch.randn(5, 24), None), {}),
         (OPS.linear.out, (x, torch.randn(5, 24), None), {"out": torch.empty(4, 3, 5)}),
     ):

@@ -1,7 +1,8 @@
 /* The C interface of the CPU kernels: pointers, sizes, strides (in elements) and thread counts, no framework.
  *
- * Every kernel takes one struct. dtypes: 0 float32, 1 bfloat16, 2 float16. Arithmetic is float32 throughout.
- * Null pointers mean "absent" where a member is marked optional. The caller has checked shapes and dtypes.
+ * Every kernel takes one struct. dtypes: 0 float32, 1 bfloat16, 2 float16; pages of keys and values also 3,
+ * int8 with a scale for each page and head. Arithmetic is float32 throughout. Null pointers mean "absent"
+ * where a member is marked optional. The caller has checked shapes and dtypes.
  */
 #ifndef ATB_CPU_H
 #define ATB_CPU_H
@@ -14,7 +15,7 @@ extern "C" {
 
 #define ATB_ABI_VERSION 4
 
-enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2 };
+enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2, ATB_I8 = 3 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
 enum { ATB_BASELINE = 0, ATB_AVX2 = 1, ATB_AVX512 = 2 };
 
@@ -52,13 +53,18 @@ typedef struct {
   int32_t dtype, interleaved, threads;
 } atb_rotary_args;
 
-/* Rotates q in place (optional), writes rotated k and v into pages by slot; cos null = no rotation. */
+/* Rotates q in place (optional), writes rotated k and v into pages by slot; cos null = no rotation.
+
+   A value of an int8 page is its code times the scale of its page and head. Tokens of one page lie side by
+   side, in rising slots, and the first slot begins the page anew. Where the tokens of a call need a larger
+   scale than the page has, the codes that are there are rounded to it once more. */
 typedef struct {
   void *q; /* optional */
   const void *k, *v;
   const float *cos, *sin;
-  void *k_pages, *v_pages; /* (num_pages, kv_heads, page_size, head_dim) */
-  const int64_t *slots;    /* -1 = do not write */
+  void *k_pages, *v_pages;    /* (num_pages, kv_heads, page_size, head_dim) */
+  float *k_scales, *v_scales; /* int8 pages: (num_pages, kv_heads) */
+  const int64_t *slots;       /* -1 = do not write */
   int64_t tokens, heads, kv_heads, head_dim, half, page_size;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int32_t dtype, page_dtype, interleaved, threads;
@@ -114,6 +120,7 @@ typedef struct {
 /* Attention of packed queries over pages; out (total, heads, head_dim), lse (heads, total). */
 typedef struct {
   const void *q, *k_pages, *v_pages;
+  const float *k_scales, *v_scales; /* int8 pages: (num_pages, kv_heads) */
   const int32_t *block_table, *kv_lengths, *cu_seqlens_q;
   const float *sinks, *slopes; /* optional */
   void *out;

@@ -21,6 +21,8 @@ void read_floats(const void *x, int dtype, int64_t n, float *out) {
     read_row((const bf16 *)x, n, out);
   else if (dtype == ATB_F16)
     read_row((const f16 *)x, n, out);
+  else if (dtype == ATB_I8)
+    read_row((const int8_t *)x, n, out);
   else
     read_row((const float *)x, n, out);
 }

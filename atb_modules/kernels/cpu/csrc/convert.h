@@ -1,4 +1,5 @@
-// Rows of any dtype to float32 and back, for the places where a kernel's speed does not hang on it.
+// Rows of any dtype (int8: its codes) to float32 and back, for the places where a kernel's speed does not
+// hang on it.
 #pragma once
 #include "simd.h"
 

@@ -52,6 +52,8 @@ struct KeyRows {
   int dtype;
   const int32_t *table; // null: no pages
   int64_t page_size, page_stride;
+  const float *k_scales = nullptr, *v_scales = nullptr; // of int8 pages, this head of page 0
+  int64_t scale_stride = 0;                             // from one page to the next
 
   const char *at(const char *base, int64_t stride, int64_t key) const {
     if (!table) return base + key * stride;
@@ -69,6 +71,11 @@ struct KeyRows {
       }
       read_floats(key, dtype, head_dim, k_space + j * head_dim);
       read_floats(value, dtype, head_dim, v_space + j * head_dim);
+      if (dtype == ATB_I8) {
+        const int64_t scale = table[(first + j) / page_size] * scale_stride;
+        for (int64_t d = 0; d < head_dim; ++d) k_space[j * head_dim + d] *= k_scales[scale];
+        for (int64_t d = 0; d < head_dim; ++d) v_space[j * head_dim + d] *= v_scales[scale];
+      }
       k_rows[j] = k_space + j * head_dim;
       v_rows[j] = v_space + j * head_dim;
     }

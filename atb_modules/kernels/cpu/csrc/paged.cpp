@@ -7,9 +7,9 @@
 namespace ATB_ISA {
 
 static void decode_rows(const atb_paged_args *a) {
-  const PagedKeys keys = {a->k_pages, a->v_pages,  a->block_table, a->kv_lengths, a->batch,
-                          a->heads,   a->kv_heads, a->head_dim,    a->page_size,  a->max_blocks,
-                          a->left,    a->softcap,  a->slopes,      a->sinks};
+  const PagedKeys keys = {a->k_pages,  a->v_pages,  a->block_table, a->kv_lengths, a->batch, a->heads,
+                          a->kv_heads, a->head_dim, a->page_size,   a->max_blocks, a->left,  a->softcap,
+                          a->slopes,   a->sinks,    a->k_scales,    a->v_scales};
   const int64_t group = keys.group(), stride = vector_padded(a->head_dim), units = a->batch * a->kv_heads;
   const int64_t work = total_keys(keys) * a->head_dim;
   const int threads = work < 16384 ? 1 : a->threads;
@@ -108,7 +108,10 @@ static void prefill_rows(const atb_paged_args *a) {
                           a->page_dtype,
                           a->block_table + place.b * a->max_blocks,
                           a->page_size,
-                          a->kv_heads * a->page_size * row};
+                          a->kv_heads * a->page_size * row,
+                          a->k_scales ? a->k_scales + place.kv_head : nullptr,
+                          a->v_scales ? a->v_scales + place.kv_head : nullptr,
+                          a->kv_heads};
     flash_block(block, s, a->head_dim, a->softcap, keys);
   });
   free(scratch);

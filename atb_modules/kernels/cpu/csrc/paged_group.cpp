@@ -161,25 +161,41 @@ ATB_INLINE float soften(float *score, int64_t n, float softcap, float slope, int
   return alpha;
 }
 
+ATB_INLINE void multiply(float *x, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += W) store(x + i, load(x + i) * factor);
+}
+
+// A run of keys that lie in one page, with the scales of its codes, and the run after it to ask for.
+template <class P> struct Chunk {
+  const P *k, *v, *next_k, *next_v;
+  float k_scale, v_scale;
+  int64_t n, distance; // keys, and how far the first of them lies before the query
+};
+
 template <int G, class P>
-static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const P *k, const P *v,
-                       const P *next_k, const P *next_v, int64_t n, int64_t distance, float *m, float *l,
-                       float *out) {
-  const int64_t stride = vector_padded(s.head_dim);
+static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, const Chunk<P> &c, float *m,
+                       float *l, float *out) {
+  constexpr bool CODES = sizeof(P) == 1;
+  const int64_t stride = vector_padded(s.head_dim), n = c.n;
   alignas(64) float score[G * CHUNK];
   float alpha[G];
-  tile_scores<G>(q, stride, k, next_k, n, s.head_dim, score);
-  for (int g = 0; g < G; ++g)
-    alpha[g] = soften(score + g * CHUNK, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, distance,
-                      m + g, l + g);
+  tile_scores<G>(q, stride, c.k, c.next_k, n, s.head_dim, score);
+  for (int g = 0; g < G; ++g) {
+    float *row = score + g * CHUNK;
+    if (CODES) multiply(row, n, c.k_scale);
+    alpha[g] =
+        soften(row, n, s.softcap, s.slopes ? s.slopes[first_head + g] : 0.0f, c.distance, m + g, l + g);
+    if (CODES) multiply(row, n, c.v_scale);
+  }
   constexpr int VECTORS = W == 16 ? 4 : 2;
   int64_t d = 0;
   for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W)
-    tile_values<G, VECTORS>(score, v + d, next_v ? next_v + d : nullptr, n, s.head_dim, alpha, out + d,
+    tile_values<G, VECTORS>(score, c.v + d, c.next_v ? c.next_v + d : nullptr, n, s.head_dim, alpha, out + d,
                             stride);
   for (; d + W <= s.head_dim; d += W)
-    tile_values<G, 1>(score, v + d, next_v ? next_v + d : nullptr, n, s.head_dim, alpha, out + d, stride);
-  if (d < s.head_dim) tail_values(G, score, v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
+    tile_values<G, 1>(score, c.v + d, c.next_v ? c.next_v + d : nullptr, n, s.head_dim, alpha, out + d,
+                      stride);
+  if (d < s.head_dim) tail_values(G, score, c.v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
 }
 
 // Keys [begin, end) of row b and kv head h into one partial result; q (group, padded head_dim), scaled
@@ -194,41 +210,34 @@ static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t 
   const auto chunk_at = [&](int64_t at) {
     return min64(min64(CHUNK, s.page_size - at % s.page_size), end - at);
   };
-  const auto place = [&](int64_t at) {
-    const int64_t page = s.block_table[b * s.max_blocks + at / s.page_size];
-    return ((page * s.kv_heads + h) * s.page_size + at % s.page_size) * s.head_dim;
+  const auto head_at = [&](int64_t at) {
+    return s.block_table[b * s.max_blocks + at / s.page_size] * s.kv_heads + h;
   };
+  const auto place = [&](int64_t at) { return (head_at(at) * s.page_size + at % s.page_size) * s.head_dim; };
   for (int64_t at = begin; at < end;) {
     const int64_t n = chunk_at(at), start = place(at);
-    const P *k = (const P *)s.k_pages + start, *v = (const P *)s.v_pages + start;
-    const int64_t distance = s.kv_lengths[b] - 1 - at;
+    Chunk<P> chunk = {
+        (const P *)s.k_pages + start, (const P *)s.v_pages + start, nullptr, nullptr, 1.0f, 1.0f, n,
+        s.kv_lengths[b] - 1 - at};
+    if (sizeof(P) == 1) chunk.k_scale = s.k_scales[head_at(at)], chunk.v_scale = s.v_scales[head_at(at)];
     // What comes next, if it is as long as this; the first heads ask for it.
-    const P *next_k = nullptr, *next_v = nullptr;
     if (at + n < end && chunk_at(at + n) >= n) {
       const int64_t after = place(at + n);
-      next_k = (const P *)s.k_pages + after, next_v = (const P *)s.v_pages + after;
+      chunk.next_k = (const P *)s.k_pages + after, chunk.next_v = (const P *)s.v_pages + after;
     }
-    for (int64_t g = 0; g < group;) {
+    for (int64_t g = 0; g < group; chunk.next_k = chunk.next_v = nullptr) {
       const float *qg = q + g * stride;
       float *og = out + g * stride;
       const int64_t head = h * group + g, left = group - g;
-      if (left >= 4) {
-        tile_chunk<4>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
-                      l + g, og);
-        g += 4;
-      } else if (left == 3) {
-        tile_chunk<3>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
-                      l + g, og);
-        g += 3;
-      } else if (left == 2) {
-        tile_chunk<2>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
-                      l + g, og);
-        g += 2;
-      } else {
-        tile_chunk<1>(s, qg, head, k, v, g ? nullptr : next_k, g ? nullptr : next_v, n, distance, m + g,
-                      l + g, og);
-        g += 1;
-      }
+      if (left >= 4)
+        tile_chunk<4>(s, qg, head, chunk, m + g, l + g, og);
+      else if (left == 3)
+        tile_chunk<3>(s, qg, head, chunk, m + g, l + g, og);
+      else if (left == 2)
+        tile_chunk<2>(s, qg, head, chunk, m + g, l + g, og);
+      else
+        tile_chunk<1>(s, qg, head, chunk, m + g, l + g, og);
+      g += min64(left, 4);
     }
     at += n;
   }
@@ -240,6 +249,8 @@ void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b,
     attend_pages<bf16>(s, q, b, h, begin, end, partial);
   else if (page_dtype == ATB_F16)
     attend_pages<f16>(s, q, b, h, begin, end, partial);
+  else if (page_dtype == ATB_I8)
+    attend_pages<int8_t>(s, q, b, h, begin, end, partial);
   else
     attend_pages<float>(s, q, b, h, begin, end, partial);
 }

@@ -11,6 +11,7 @@ struct PagedKeys {
   int64_t batch, heads, kv_heads, head_dim, page_size, max_blocks, left;
   float softcap;
   const float *slopes, *sinks;
+  const float *k_scales = nullptr, *v_scales = nullptr; // of int8 pages
 
   int64_t group() const { return heads / kv_heads; }
   int64_t first(int64_t b) const { return left < 0 ? 0 : max64(0, kv_lengths[b] - 1 - left); }

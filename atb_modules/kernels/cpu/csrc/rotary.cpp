@@ -1,4 +1,5 @@
 // Rotary embedding, alone and together with the append of keys and values to the pages.
+#include "append_codes.h"
 #include "convert.h"
 #include "rotate.h"
 #include "table.h"
@@ -46,9 +47,11 @@ void append(const atb_append_args *a) {
   const int64_t elements = a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim;
   const int64_t size = element_size(a->dtype), page_size = element_size(a->page_dtype);
   const int threads = elements < SHARED_WORK ? 1 : (int)min64(a->threads, a->tokens);
-  float *memory = (float *)malloc(threads * (a->head_dim + W) * sizeof(float));
+  const bool codes = a->page_dtype == ATB_I8;
+  const int64_t own = max64(a->head_dim + W, codes ? codes_space(a) : 0);
+  float *memory = (float *)malloc(threads * own * sizeof(float));
   on_threads(threads, [&](int thread, int count) {
-    float *space = memory + thread * (a->head_dim + W);
+    float *space = memory + thread * own;
     const Range mine = share(a->tokens, thread, count);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
       const float *cos = a->cos ? a->cos + t * a->half : nullptr,
@@ -58,7 +61,7 @@ void append(const atb_append_args *a) {
         move_head(q, a->dtype, q, a->dtype, cos, sin, a, space);
       }
       const int64_t slot = a->slots[t];
-      if (slot < 0) continue;
+      if (slot < 0 || codes) continue;
       const int64_t page = slot / a->page_size, offset = slot % a->page_size;
       for (int64_t h = 0; h < a->kv_heads; ++h) {
         const int64_t at = ((page * a->kv_heads + h) * a->page_size + offset) * a->head_dim * page_size;
@@ -68,6 +71,7 @@ void append(const atb_append_args *a) {
                   (char *)a->v_pages + at, a->page_dtype, nullptr, nullptr, a, space);
       }
     }
+    if (codes) append_codes(a, thread, count, space);
   });
   free(memory);
 }

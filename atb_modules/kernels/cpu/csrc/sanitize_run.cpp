@@ -18,7 +18,7 @@ float draw() {
 }
 
 int size_of(int dtype) {
-  return dtype == ATB_F32 ? 4 : 2;
+  return dtype == ATB_F32 ? 4 : (dtype == ATB_I8 ? 1 : 2);
 }
 
 // n random elements of a dtype; 1.0 and its neighbours in the 16-bit formats have the same top bits for all
@@ -29,6 +29,8 @@ std::vector<uint8_t> tensor(int64_t n, int dtype) {
     const float x = draw();
     if (dtype == ATB_F32) {
       memcpy(&bytes[i * 4], &x, 4);
+    } else if (dtype == ATB_I8) {
+      bytes[i] = (uint8_t)(int8_t)(x * 127.0f);
     } else {
       uint32_t bits;
       memcpy(&bits, &x, 4);
@@ -123,17 +125,39 @@ void heads_of(int dtype, int page_dtype, int threads) {
     auto q = tensor(tokens * heads * dim, dtype), k = q, v = q;
     auto k_pages = tensor(3 * heads * page * dim, page_dtype), v_pages = k_pages;
     const auto cos = floats(tokens * half), sin = floats(tokens * half);
+    std::vector<float> k_scales(3 * heads, 0.01f), v_scales = k_scales;
     const int64_t slots[tokens] = {0, 11, -1, 5, 6, 7};
     for (int interleaved = 0; interleaved < 2; ++interleaved) {
       const atb_rotary_args r = {k.data(),    v.data(), cos.data(), sin.data(),  tokens,
                                  heads,       dim,      half,       heads * dim, dim,
                                  heads * dim, dim,      dtype,      interleaved, threads};
       atb_rotary(&r);
-      const atb_append_args a = {
-          q.data(),       k.data(), v.data(),    cos.data(), sin.data(),  k_pages.data(),
-          v_pages.data(), slots,    tokens,      heads,      heads,       dim,
-          half,           page,     heads * dim, dim,        heads * dim, dim,
-          heads * dim,    dim,      dtype,       page_dtype, interleaved, threads};
+      const atb_append_args a = {q.data(),
+                                 k.data(),
+                                 v.data(),
+                                 cos.data(),
+                                 sin.data(),
+                                 k_pages.data(),
+                                 v_pages.data(),
+                                 k_scales.data(),
+                                 v_scales.data(),
+                                 slots,
+                                 tokens,
+                                 heads,
+                                 heads,
+                                 dim,
+                                 half,
+                                 page,
+                                 heads * dim,
+                                 dim,
+                                 heads * dim,
+                                 dim,
+                                 heads * dim,
+                                 dim,
+                                 dtype,
+                                 page_dtype,
+                                 interleaved,
+                                 threads};
       atb_append(&a);
     }
   }
@@ -203,13 +227,15 @@ void paged(int dtype, int page_dtype, int threads) {
         auto q = tensor(total * heads * dim, dtype);
         auto k = tensor(batch * blocks * kv_heads * page * dim, page_dtype), v = k;
         const auto slopes = floats(heads), sinks = floats(heads);
+        const std::vector<float> scales(batch * blocks * kv_heads, 0.01f);
         std::vector<uint8_t> out(q.size());
         std::vector<float> lse(heads * total);
-        atb_paged_args a = {
-            q.data(),      k.data(),   v.data(),   table.data(), lengths, cu.data(), sinks.data(),
-            slopes.data(), out.data(), lse.data(), batch,        heads,   kv_heads,  dim,
-            page,          blocks,     total,      heads * dim,  dim,     -1,        -1,
-            0.3f,          0.0f,       dtype,      page_dtype,   1,       threads};
+        atb_paged_args a = {q.data(),     k.data(),   v.data(),  scales.data(), scales.data(),
+                            table.data(), lengths,    cu.data(), sinks.data(),  slopes.data(),
+                            out.data(),   lse.data(), batch,     heads,         kv_heads,
+                            dim,          page,       blocks,    total,         heads * dim,
+                            dim,          -1,         -1,        0.3f,          0.0f,
+                            dtype,        page_dtype, 1,         threads};
         atb_paged_attention(&a);
         a.left = 9, a.softcap = 2.0f;
         atb_paged_attention(&a);
@@ -270,10 +296,10 @@ int main() {
         rows_of(dtype, threads);
         large_rows_of(dtype, threads);
         dense(dtype, threads);
-        for (int pages = 0; pages < 3; ++pages) {
+        for (int pages = 0; pages < 4; ++pages) {
           heads_of(dtype, pages, threads);
           paged(dtype, pages, threads);
-          decode(dtype, pages, threads);
+          if (pages != ATB_I8) decode(dtype, pages, threads);
         }
       }
     printf("instruction set %d: all kernels ran\n", isa);

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 // Distinct types for the two 16-bit floats, so that a template cannot confuse them.
 struct bf16 {
@@ -116,6 +117,40 @@ ATB_INLINE void store(f16 *p, vf v) {
   const vh half = __builtin_convertvector(result | sign, vh);
 #endif
   memcpy(p, &half, sizeof half);
+}
+
+// int8 codes; their scale is applied by the caller.
+ATB_INLINE vf load(const int8_t *p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_raw<__m128i>(p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load_raw<vb>(p), vi), vf);
+#endif
+}
+
+// The nearest integer, ties to even. Not by adding a large number: that may be contracted with the product
+// before it, which then is not rounded by itself.
+ATB_INLINE vi nearest(vf v) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__SSE2__)
+  return (vi)_mm_cvtps_epi32((__m128)v);
+#else
+  vi n;
+  for (int i = 0; i < W; ++i) n[i] = (int32_t)__builtin_rintf(v[i]);
+  return n;
+#endif
+}
+
+// Rounds to the nearest code from -127 to 127.
+ATB_INLINE void store(int8_t *p, vf v) {
+  const vi n = nearest(v > 127.0f ? set1(127.0f) : (v < -127.0f ? set1(-127.0f) : v));
+  const vb codes = __builtin_convertvector(n, vb);
+  memcpy(p, &codes, sizeof codes);
 }
 
 // The first n (< W) elements; the rest is zero.
