@@ -34,6 +34,7 @@ from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padde
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.attention.rope_scaling import RotaryScaling, temperature
 from atb_modules.checks import check_bool, check_int, check_number, check_probability, check_type
+from atb_modules.kernels.half_units import cpu_has_half_units
 from atb_modules.linear import Linear
 from atb_modules.norm import NormCastOrder, RMSNorm
 from atb_modules.spec import AttentionSpec, Causal
@@ -247,9 +248,11 @@ class LatentAttention(nn.Module):
             segments: dict[str, Any] = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "strategy": self.strategy}
             out, _ = attention(*self._expand(q_nope, q_rope, c, r), self.spec, **segments)
             return self.o_proj(out.flatten(-2))
-        weight = self.kv_b_proj.weight.to(x.dtype).unflatten(0, (self.num_heads, -1))
+        wide = _product_dtype(x)
+        weight = self.kv_b_proj.weight.to(wide).unflatten(0, (self.num_heads, -1))
         up_keys, up_values = weight.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
-        absorbed = torch.cat([torch.einsum("thn,hnc->thc", q_nope, up_keys), q_rope], dim=-1)
+        q_latent = torch.einsum("thn,hnc->thc", q_nope.to(wide), up_keys).to(x.dtype)
+        absorbed = torch.cat([q_latent, q_rope], dim=-1)
         out, _ = paged_attention(
             absorbed,
             pages,
@@ -261,14 +264,20 @@ class LatentAttention(nn.Module):
             strategy=self.strategy,
             trusted=True,
         )
-        heads = torch.einsum("thc,hvc->thv", out[..., : self.kv_lora_rank], up_values)
-        return self.o_proj(heads.flatten(-2))
+        heads = torch.einsum("thc,hvc->thv", out[..., : self.kv_lora_rank].to(wide), up_values)
+        return self.o_proj(heads.flatten(-2).to(x.dtype))
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, kv_lora_rank={self.kv_lora_rank}, q_lora_rank={self.q_lora_rank}, "
             f"head_dims={self.qk_nope_head_dim}+{self.qk_rope_head_dim}/{self.v_head_dim}"
         )
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """x's dtype, or float32 on a CPU that has no units for its half precision: many times as fast there."""
+    half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if half and not cpu_has_half_units(x.dtype) else x.dtype
 
 
 def _scale(qk_head_dim: int, scaling: RotaryScaling | None) -> float:

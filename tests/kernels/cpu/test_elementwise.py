@@ -39,6 +39,22 @@ def test_norms(isa, width, dtype):
     close(OPS.add_layer_norm(x, y, w, b, 1e-5)[0], OPS.layer_norm(total, w, b, 1e-5), 0.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 15, 64, 577])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_norms_in_chains(isa, layer_norm, width, dtype):
+    x, y = torch.randn(6, width).to(dtype), torch.randn(6, width).to(dtype)
+    w, keep = torch.randn(width).to(dtype), (torch.rand(6, width) < 0.5).to(torch.uint8)
+    norm = F.layer_norm if layer_norm else F.rms_norm
+    out, total = OPS.drop_add_norm(x, y, keep, 1.5, w, None, 1e-5, 0.0, False, layer_norm)
+    close(total, x.double() * keep * 1.5 + y.double(), STEP[dtype])
+    close(out, norm(total.double(), (width,), w.double(), eps=1e-5), 6 * STEP[dtype])
+    shift, scale = torch.randn(2, 2 * width).to(dtype).chunk(2, -1)
+    normed = norm(x.double(), (width,), w.double(), eps=1e-5).reshape(2, 3, width)
+    want = normed * (1 + scale.double().unsqueeze(1)) + shift.double().unsqueeze(1)
+    close(OPS.modulated_norm(x, scale, shift, w, None, 1e-5, layer_norm), want.reshape(6, width), 6 * STEP[dtype])
+
+
 def test_cast_order_is_llamas(isa):
     x, w = torch.randn(64, 256).bfloat16(), torch.randn(256).bfloat16()
     wide = x.float()
