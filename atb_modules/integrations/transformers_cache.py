@@ -217,6 +217,11 @@ class PagedCache(Cache):
         counts = (real.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
         return [count if held == current.past else 0 for held, count in zip(self.padding, counts, strict=True)]
 
+    def note_written(self, update: LayerUpdate) -> None:
+        """The cache holds on to what is not written yet, and no longer."""
+        if self._newest is update:
+            self._newest = None
+
     def _write_newest(self) -> None:
         """What nobody has attended to is written now."""
         update, self._newest = self._newest, None

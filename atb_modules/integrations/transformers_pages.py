@@ -61,6 +61,7 @@ class LayerUpdate:
             step = self.cache.open_step(self.forward, real)
         if not self.written:
             self.written = True
+            self.cache.note_written(self)
             slots = step.slots(self.layer_idx)
             keys, values = (packed(states, self.forward.real) for states in (self.keys, self.values))
             cache_append(keys, values, *self.cache.pages(self.layer_idx), slots, trusted=True)

@@ -13,7 +13,7 @@ from atb_modules.strategies import parse_enum
 from .book import PageBook
 from .contents import PageContents
 from .groups import LayerGroup
-from .layer_steps import LayerSteps
+from .layer_steps import LayerCalls, LayerSteps
 from .pool import OutOfPagesError, PagePool
 from .sharing import PrefixHit, PrefixSharing
 from .sizes import MAX_LAYERS, check_books, check_rows, reserve_pages
@@ -25,7 +25,7 @@ from .validation import as_lengths, as_row, as_rows, check_count, check_dtype, l
 __all__ = ["KVCacheManager", "OutOfPagesError", "PrefixHit"]
 
 
-class KVCacheManager(PrefixSharing, PageContents):
+class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
     """Paged key/value cache for the layers of one model.
 
     Pages of `page_size` tokens are taken one at a time from a pool that is allocated once, so that appending
@@ -117,7 +117,8 @@ class KVCacheManager(PrefixSharing, PageContents):
         return (
             f"KVCacheManager(max_seq_len={self.max_seq_len}, page_size={self.page_size}, "
             f"num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"dtype={self.dtype}, num_pages={self.num_pages}, sequences={self.batch_size})"
+            f"dtype={self.dtype}, num_pages={self.num_pages}, quantization={self.quantization.value!r}, "
+            f"policy={self.policy.value!r}, sequences={self.batch_size})"
         )
 
     # Sequences
@@ -327,56 +328,6 @@ class KVCacheManager(PrefixSharing, PageContents):
         """Raises unless `step`, given as `name`, is this cache's newest and the cache was not changed after it."""
         if step is None or step is not self._newest:
             refuse_step(name, step)
-
-    def undo_newest(self) -> None:
-        """Undoes the newest step, if the cache was not changed after it, with the sequences that it opened.
-
-        Where layers that call by themselves shared it, the first of them begins the next step.
-        """
-        if self._newest is None:
-            return
-        first = self.layer_steps.served[:1]
-        opened_rows = self.layer_steps.opened_rows
-        self.rollback(self._newest)
-        if opened_rows:
-            self.begin(0)
-        self.layer_steps.begin_again_with = first[0] if first else None
-
-    def register_layer(self) -> int:
-        """The next free layer index, for layers that are not given one."""
-        if self._registered_layers >= self.num_layers:
-            raise ValueError(f"num_layers={self.num_layers} layers have already been registered with this cache")
-        self._registered_layers += 1
-        return self._registered_layers - 1
-
-    def layer_step(self, layer_idx: int, query_lengths: int | Sequence[int]) -> CacheStep:
-        """The step of a layer that is called by itself, without a model that opens one.
-
-        The first layer to ask opens the step (and sequences, one a row, when none are open); the others
-        share it until one asks a second time, which begins the next step.
-
-        Raises:
-            ValueError: other lengths than the earlier layers brought; a step was taken back because a layer
-                failed in it, and another layer than the one that had opened it begins again.
-        """
-        self._check_layer(layer_idx)
-        shared = self.layer_steps
-        step = shared.joinable(layer_idx)
-        if step is not None:
-            if as_lengths("query_lengths", query_lengths, self.batch_size) != step.query_lengths:
-                raise ValueError(
-                    f"layer {layer_idx} brings {query_lengths} tokens, earlier layers {step.query_lengths}"
-                )
-            shared.served.append(layer_idx)
-            return step
-        shared.check_begins(layer_idx)
-        opened_rows = False
-        if not self.batch_size and not isinstance(query_lengths, int):
-            self.begin(len(query_lengths))
-            opened_rows = True
-        step = self.step(query_lengths)
-        shared.open(step, layer_idx, opened_rows)
-        return step
 
     # Keys and values
 

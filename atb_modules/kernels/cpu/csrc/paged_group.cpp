@@ -57,25 +57,33 @@ ATB_INLINE void key_products(const float *q, int64_t q_stride, const P *k, int64
   }
 }
 
-// Asks for `count` elements of the chunk after this one, while this one is worked on.
-template <class P> ATB_INLINE void fetch(const P *next, int64_t count) {
-  for (int64_t at = 0; at < count; at += 64 / (int64_t)sizeof(P)) __builtin_prefetch(next + at, 0, 2);
+// What is read next, asked for while this is worked on: `step` elements for each key, so that the requests
+// are spread over all of the work and memory is never idle.
+template <class P> struct Ahead {
+  const P *next; // null: nothing
+  int64_t step;
+};
+
+template <class P> ATB_INLINE void fetch(const Ahead<P> &ahead, int64_t key, int64_t keys) {
+  if (!ahead.next) return;
+  const P *end = ahead.next + (key + keys) * ahead.step;
+  for (const P *at = ahead.next + key * ahead.step; at < end; at += 64 / sizeof(P))
+    __builtin_prefetch(at, 0, 2);
 }
 
 // score[g][j] = q[g] . k[j] for the heads of a tile and n keys that lie one after the other.
 template <int G, class P>
-ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, const P *next, int64_t n,
+ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, const Ahead<P> &ahead, int64_t n,
                             int64_t head_dim, float *score) {
   constexpr int HEADS = W == 16 ? 4 : 2; // what the registers hold beside four keys
   if constexpr (G > HEADS) {
-    tile_scores<HEADS>(q, q_stride, k, next, n, head_dim, score);
-    tile_scores<G - HEADS>(q + HEADS * q_stride, q_stride, k, (const P *)nullptr, n, head_dim,
-                           score + HEADS * CHUNK);
+    tile_scores<HEADS>(q, q_stride, k, ahead, n, head_dim, score);
+    tile_scores<G - HEADS>(q + HEADS * q_stride, q_stride, k, Ahead<P>{}, n, head_dim, score + HEADS * CHUNK);
     return;
   }
   int64_t j = 0;
   for (; j + 4 <= n; j += 4, k += 4 * head_dim) {
-    if (next) fetch(next + j * head_dim, 4 * head_dim);
+    fetch(ahead, j, 4);
     vf acc[G][4] = {};
     key_products<G, 4>(q, q_stride, k, head_dim, acc);
 #pragma GCC unroll 4
@@ -94,11 +102,11 @@ ATB_INLINE void tile_scores(const float *q, int64_t q_stride, const P *k, const 
 // out[g][d] = out[g][d] * alpha[g] + sum over j of p[g][j] * v[j][d], for VECTORS vectors of channels from d
 // on.
 template <int G, int VECTORS, class P>
-ATB_INLINE void tile_values(const float *p, const P *v, const P *next, int64_t n, int64_t stride,
+ATB_INLINE void tile_values(const float *p, const P *v, const Ahead<P> &ahead, int64_t n, int64_t stride,
                             const float *alpha, float *out, int64_t out_stride) {
   vf acc[G][VECTORS] = {};
   for (int64_t j = 0; j < n; ++j) {
-    if (next) fetch(next + j * stride, VECTORS * W);
+    fetch(ahead, j, 1);
     vf value[VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; ++i) value[i] = load(v + j * stride + i * W);
@@ -170,6 +178,7 @@ template <class P> struct Chunk {
   const P *k, *v, *next_k, *next_v;
   float k_scale, v_scale;
   int64_t n, distance; // keys, and how far the first of them lies before the query
+  int64_t tiles, tile; // of heads that share the run: how many, and which is worked on
 };
 
 template <int G, class P>
@@ -179,7 +188,9 @@ static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, c
   const int64_t stride = vector_padded(s.head_dim), n = c.n;
   alignas(64) float score[G * CHUNK];
   float alpha[G];
-  tile_scores<G>(q, stride, c.k, c.next_k, n, s.head_dim, score);
+  const int64_t step = (s.head_dim + c.tiles - 1) / c.tiles;
+  const Ahead<P> keys = {c.next_k ? c.next_k + c.tile * n * step : nullptr, step};
+  tile_scores<G>(q, stride, c.k, keys, n, s.head_dim, score);
   for (int g = 0; g < G; ++g) {
     float *row = score + g * CHUNK;
     if (CODES) multiply(row, n, c.k_scale);
@@ -188,13 +199,15 @@ static void tile_chunk(const PagedKeys &s, const float *q, int64_t first_head, c
     if (CODES) multiply(row, n, c.v_scale);
   }
   constexpr int VECTORS = W == 16 ? 4 : 2;
+  const int64_t passes = max64(1, s.head_dim / (VECTORS * W)), part = (step + passes - 1) / passes;
+  Ahead<P> values = {c.next_v ? c.next_v + c.tile * passes * n * part : nullptr, part};
   int64_t d = 0;
-  for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W)
-    tile_values<G, VECTORS>(score, c.v + d, c.next_v ? c.next_v + d : nullptr, n, s.head_dim, alpha, out + d,
-                            stride);
+  for (; d + VECTORS * W <= s.head_dim; d += VECTORS * W) {
+    tile_values<G, VECTORS>(score, c.v + d, values, n, s.head_dim, alpha, out + d, stride);
+    if (values.next) values.next += n * part;
+  }
   for (; d + W <= s.head_dim; d += W)
-    tile_values<G, 1>(score, c.v + d, c.next_v ? c.next_v + d : nullptr, n, s.head_dim, alpha, out + d,
-                      stride);
+    tile_values<G, 1>(score, c.v + d, Ahead<P>{}, n, s.head_dim, alpha, out + d, stride);
   if (d < s.head_dim) tail_values(G, score, c.v + d, n, s.head_dim, alpha, out + d, stride, s.head_dim - d);
 }
 
@@ -216,16 +229,23 @@ static void attend_pages(const PagedKeys &s, const float *q, int64_t b, int64_t 
   const auto place = [&](int64_t at) { return (head_at(at) * s.page_size + at % s.page_size) * s.head_dim; };
   for (int64_t at = begin; at < end;) {
     const int64_t n = chunk_at(at), start = place(at);
-    Chunk<P> chunk = {
-        (const P *)s.k_pages + start, (const P *)s.v_pages + start, nullptr, nullptr, 1.0f, 1.0f, n,
-        s.kv_lengths[b] - 1 - at};
+    Chunk<P> chunk = {(const P *)s.k_pages + start,
+                      (const P *)s.v_pages + start,
+                      nullptr,
+                      nullptr,
+                      1.0f,
+                      1.0f,
+                      n,
+                      s.kv_lengths[b] - 1 - at,
+                      (group + 3) / 4,
+                      0};
     if (sizeof(P) == 1) chunk.k_scale = s.k_scales[head_at(at)], chunk.v_scale = s.v_scales[head_at(at)];
-    // What comes next, if it is as long as this; the first heads ask for it.
+    // What comes next, if it is as long as this; every tile of heads asks for its part.
     if (at + n < end && chunk_at(at + n) >= n) {
       const int64_t after = place(at + n);
       chunk.next_k = (const P *)s.k_pages + after, chunk.next_v = (const P *)s.v_pages + after;
     }
-    for (int64_t g = 0; g < group; chunk.next_k = chunk.next_v = nullptr) {
+    for (int64_t g = 0; g < group; ++chunk.tile) {
       const float *qg = q + g * stride;
       float *og = out + g * stride;
       const int64_t head = h * group + g, left = group - g;
