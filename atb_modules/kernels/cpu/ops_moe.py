@@ -95,6 +95,26 @@ def _meta(x, experts, weights, up_proj, down_proj, up_bias, down_bias, kind, gat
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(shape, dtype=torch.float32)
 
 
+def _activation_gradients(
+    product: Tensor, back: Tensor, factors: Tensor, kind: str, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden values, gradient of factors, gradient of product), for all experts at once: each call has its price.
+
+    ``back`` is what reaches the hidden values before the weight of a choice; it is overwritten.
+    """
+    width = back.shape[1]
+    value, slope = value_and_slope(product[:, :width], kind)
+    other = product[:, width:] if gated else None
+    hidden = value if other is None else value * other
+    d_factors = (back * hidden).sum(-1, keepdim=True)
+    back.mul_(factors)
+    d_product = torch.empty_like(product)
+    torch.mul(back if other is None else back * other, slope, out=d_product[:, :width])
+    if gated:
+        torch.mul(back, value, out=d_product[:, width:])
+    return hidden, d_factors, d_product
+
+
 def _moe_backward(
     grad: Tensor,
     x: Tensor,
@@ -112,9 +132,8 @@ def _moe_backward(
     tokens, top_k = experts.shape
     order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
     token = order // top_k
-    width = _width(up_proj, gated)
     rows, grads, factors = x[token].float(), grad[token].float(), weights.reshape(-1)[order].float().unsqueeze(-1)
-    d_rows, d_factors = torch.empty_like(rows), torch.empty_like(factors)
+    d_rows = torch.empty_like(rows)
     d_up, d_down, d_up_bias, d_down_bias = (
         x.new_empty(0) if p is None else torch.empty(p.shape, dtype=p.dtype)
         for p in (up_proj, down_proj, up_bias, down_bias)
@@ -122,23 +141,20 @@ def _moe_backward(
     for expert in _idle(ends):
         for gradient in (d_up, d_down, d_up_bias, d_down_bias):
             gradient[expert : expert + 1].zero_()
+    back = rows.new_empty(rows.shape[0], down_proj.shape[2])
     for expert, mine in _ranges(ends):
-        value, slope = value_and_slope(product[mine, :width], kind)
-        other = product[mine, width:] if gated else None
-        hidden = value if other is None else value * other
-        # What reaches the hidden values before the weight of the choice; its product with them is that weight's.
-        back = grads[mine] @ down_proj[expert].float()
-        d_factors[mine] = (back * hidden).sum(-1, keepdim=True)
-        weighted, back = grads[mine] * factors[mine], back * factors[mine]
-        _product(weighted.t(), hidden, d_down[expert])
+        torch.mm(grads[mine], down_proj[expert].float(), out=back[mine])
+    hidden, d_factors, d_product = _activation_gradients(product, back, factors, kind, gated)
+    weighted = grads * factors
+    for expert, mine in _ranges(ends):
+        _product(weighted[mine].t(), hidden[mine], d_down[expert])
+        _product(d_product[mine].t(), rows[mine], d_up[expert])
         if down_bias is not None:
             d_factors[mine] += grads[mine] @ down_bias[expert].float().unsqueeze(-1)
-            d_down_bias[expert] = weighted.sum(0)
-        d_product = back * slope if other is None else torch.cat([back * other * slope, back * value], dim=1)
-        _product(d_product.t(), rows[mine], d_up[expert])
+            d_down_bias[expert] = weighted[mine].sum(0)
         if up_bias is not None:
-            d_up_bias[expert] = d_product.sum(0)
-        torch.mm(d_product, up_proj[expert].float(), out=d_rows[mine])
+            d_up_bias[expert] = d_product[mine].sum(0)
+        torch.mm(d_product[mine], up_proj[expert].float(), out=d_rows[mine])
     d_x = d_rows[inverse].view(tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
     d_weights = d_factors[inverse].view(tokens, top_k).to(weights.dtype)
     return d_x, d_weights, d_up, d_down, d_up_bias, d_down_bias
