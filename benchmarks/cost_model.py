@@ -8,12 +8,13 @@ and says how often AUTO's choice is within a tenth of the fastest. Both want an 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy
 import torch
@@ -31,6 +32,8 @@ from atb_modules.spec import AttentionSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: never chosen: the oracle, and what compiles for seconds
 UNTIMED = ("reference", "flex")
+#: calls of a kernel below which its rates are not told apart
+LEAST_SAMPLES = 6
 
 
 @dataclass
@@ -70,8 +73,9 @@ class Call:
                 self.once(strategy)
                 times[strategy].append(time.perf_counter() - start)
             rounds += 1
-            fastest = min(min(times[strategy]) for strategy in racing)
-            racing = [strategy for strategy in racing if min(times[strategy]) < 4 * fastest]
+            if rounds >= 3:
+                fastest = min(min(times[strategy]) for strategy in racing)
+                racing = [strategy for strategy in racing if min(times[strategy]) < 4 * fastest]
         self.seconds = {strategy: float(numpy.quantile(values, 0.25)) for strategy, values in times.items()}
 
 
@@ -178,46 +182,65 @@ def _row_ops(draw: random.Random, dtype: torch.dtype, grad: bool) -> Call:
     return Call("linear", f"{tuple(a.shape)} to {out}", run, [a, matrix])
 
 
-def _features(call: Call, strategy: str) -> tuple[tuple, list[float]]:
+Sample = tuple[list[float], float]  # what a call takes, and the seconds that it took
+
+
+def sample(call: Call, strategy: str) -> tuple[str, Sample]:
+    """The name of the rates that the kernel's call belongs to, and its sample."""
     kernel = next(k for k in kernels(call.op) if k.strategy.value == strategy)
     cost = kernel.full_cost(call.spec, call.traits)
-    return costs.key(call.op, strategy, call.traits), [cost.operations, cost.bytes, cost.calls]
+    return costs.key(call.op, strategy, call.traits), (list(astuple(cost)), call.seconds[strategy])
 
 
-def _fit(rows: list[tuple[list[float], float]]) -> list[float]:
-    """Non-negative rates with the least relative errors: the best of all subsets of the features."""
-    table = numpy.array([features for features, _ in rows])
-    seconds = numpy.array([measured for _, measured in rows])
+def fitted(samples: list[Sample]) -> list[float]:
+    """Non-negative rates whose relative errors are small for most samples: outliers lose their weight."""
+    table, seconds = (numpy.array(column) for column in zip(*samples, strict=True))
     scaled = table / seconds[:, None]
-    best, best_error = [0.0, 0.0, float(numpy.median(seconds / table[:, 2]))], numpy.inf
-    for mask in range(1, 8):
-        columns = [i for i in range(3) if mask >> i & 1]
-        solution = numpy.linalg.lstsq(scaled[:, columns], numpy.ones(len(rows)), rcond=None)[0]
-        if (solution < 0).any():
+    size = numpy.maximum(numpy.abs(scaled).max(axis=0), 1e-30)
+    weights = numpy.ones(len(seconds))
+    for _ in range(8):
+        rates = _non_negative(scaled / size * weights[:, None], weights)
+        weights = 1.0 / numpy.sqrt(numpy.maximum(numpy.abs(scaled / size @ rates - 1.0), 0.05))
+    return [float(rate) for rate in rates / size]
+
+
+def _non_negative(table: numpy.ndarray, wanted: numpy.ndarray) -> numpy.ndarray:
+    """Least squares over non-negative factors the best of all sets of them that are positive."""
+    best, least = numpy.zeros(table.shape[1]), numpy.inf
+    for chosen in itertools.product((False, True), repeat=table.shape[1]):
+        columns = numpy.flatnonzero(chosen)
+        if not len(columns):
             continue
-        error = float(numpy.abs(scaled[:, columns] @ solution - 1).mean())
-        if error < best_error:
-            best, best_error = [0.0, 0.0, 0.0], error
-            for i, value in zip(columns, solution, strict=True):
-                best[i] = float(value)
+        factors = numpy.linalg.lstsq(table[:, columns], wanted, rcond=None)[0]
+        error = numpy.square(table[:, columns] @ factors - wanted).sum()
+        if (factors >= 0).all() and error < least:
+            best, least = numpy.zeros(table.shape[1]), error
+            best[columns] = factors
     return best
 
 
 def fit(count: int, seed: int, budget: float) -> None:
-    samples: dict[tuple, list[tuple[list[float], float]]] = defaultdict(list)
+    """Writes the rates of every kernel that was timed often enough, and prints how far they are off."""
+    samples: dict[str, list[Sample]] = defaultdict(list)
     for call in calls(seed, count):
         call.measure(budget)
-        for strategy, seconds in call.seconds.items():
-            key, features = _features(call, strategy)
-            samples[key].append((features, seconds))
+        for strategy in call.seconds:
+            name, one = sample(call, strategy)
+            samples[name].append(one)
+    store(samples)
+
+
+def store(samples: dict[str, list[Sample]]) -> None:
     stored = json.loads(costs.RATES_FILE.read_text()) if costs.RATES_FILE.exists() else {}
-    for key, rows in samples.items():
-        rates = _fit(rows)
-        errors = [abs(sum(a * b for a, b in zip(rates, f, strict=True)) / s - 1) for f, s in rows]
-        print(f"{key:<48} {len(rows):>4} calls, median error {numpy.median(errors):.0%}", [f"{r:.3g}" for r in rates])
-        if len(rows) >= 5:
-            stored[key] = [float(f"{rate:.4g}") for rate in rates]
-    costs.RATES_FILE.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    for name, taken in samples.items():
+        if len(taken) < LEAST_SAMPLES:
+            continue
+        rates = fitted(taken)
+        errors = [abs(numpy.dot(rates, features) / seconds - 1) for features, seconds in taken]
+        print(f"{name:<48} {len(taken):>4} calls, median error {numpy.median(errors):.0%}")
+        stored[name] = [float(f"{rate:.4g}") for rate in rates]
+    lines = ",\n".join(f' "{name}": {json.dumps(rates)}' for name, rates in sorted(stored.items()))
+    costs.RATES_FILE.write_text(f"{{\n{lines}\n}}\n")
 
 
 def check(count: int, seed: int, budget: float) -> None:

@@ -21,54 +21,95 @@ RATES_FILE = Path(__file__).with_name("rates.json")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call takes: floating point operations, bytes moved, and kernel launches or library calls."""
+    """What a call takes.
+
+    Args:
+        operations: floating point operations.
+        bytes: moved between memory and the processor.
+        calls: kernel launches or library calls.
+        scores: elements of attention scores that a softmax goes over.
+        cells: elements of masks that are built or read.
+        steps: inner products, tiles or blocks, each with an overhead of its own.
+    """
 
     operations: float = 0.0
     bytes: float = 0.0
     calls: float = 1.0
+    scores: float = 0.0
+    cells: float = 0.0
+    steps: float = 0.0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds that an operation, a byte and a call take."""
+    """Seconds that one of each takes."""
 
     operation: float
     byte: float
     call: float
+    score: float = 0.0
+    cell: float = 0.0
+    step: float = 0.0
 
     def seconds(self, cost: Cost) -> float:
-        return cost.operations * self.operation + cost.bytes * self.byte + cost.calls * self.call
+        return (
+            cost.operations * self.operation
+            + cost.bytes * self.byte
+            + cost.calls * self.call
+            + cost.scores * self.score
+            + cost.cells * self.cell
+            + cost.steps * self.step
+        )
+
+
+def uneven(items: int) -> float:
+    """How much longer equal items take on two threads than if they could be halved."""
+    return -(-items // 2) * 2 / items if 0 < items < 16 else 1.0
 
 
 #: Strategy -> rates of kernels that have not been fitted: the oracle, what compiles, whole layers.
 _GENERAL = {
     "reference": Rates(1e-9, 1e-9, 60e-6),
-    "eager": Rates(2.5e-11, 2e-10, 6e-6),
+    "eager": Rates(2.5e-11, 2e-10, 6e-6, score=5e-9, cell=1e-9),
     "torch": Rates(9e-12, 1.7e-10, 6e-6),
-    "sdpa": Rates(1.25e-11, 1e-10, 15e-6),
-    "blocked": Rates(2.4e-11, 2e-10, 6e-6),
+    "sdpa": Rates(1.25e-11, 1e-10, 15e-6, score=1e-10, cell=1e-9),
+    "blocked": Rates(2.4e-11, 2e-10, 6e-6, score=1e-9, cell=1e-9, step=3e-4),
     "flex": Rates(2.5e-11, 2e-10, 15e-6),
     "modules": Rates(2.5e-11, 1.25e-10, 25e-6),
-    "cpu": Rates(1.25e-11, 7e-11, 10e-6),
+    "cpu": Rates(1.25e-11, 7e-11, 10e-6, score=1e-10),
 }
 
 
 def key(op: str, strategy: str, traits: Any) -> str:
-    """The name in ``rates.json`` of a kernel's rates for such a call: by dtype, and with gradients apart."""
+    """The name in ``rates.json`` of a kernel's rates for such a call: by dtype and kind."""
+    kind = _kind(op, traits)
     name = f"{op}/{strategy}/{str(traits.dtype).removeprefix('torch.')}"
-    if cpu_has_half_units(traits.dtype):
-        name += "+units"
-    return name + "/grad" if traits.requires_grad else name
+    return name + "+units" * cpu_has_half_units(traits.dtype) + f"/{kind}" * bool(kind)
 
 
-def _fitted() -> dict[tuple[str, str, torch.dtype, bool], Rates]:
-    """The file's rates by (op, strategy, dtype, with gradients), those for this processor."""
+def _kind(op: str, traits: Any) -> str:
+    """Calls that a kernel serves in different ways: by what hides keys, one query apart, gradients apart."""
+    if op != "attention":
+        return "grad" if traits.requires_grad else ""
+    if traits.q_len == 1:
+        structure = "one query"
+    elif traits.segments:
+        structure = "packed"
+    elif traits.has_overlays or traits.seen is not None:
+        structure = "overlaid"
+    else:
+        structure = "plain" if traits.mask == "none" else "masked"
+    return structure + " grad" * traits.requires_grad
+
+
+def _fitted() -> dict[tuple[str, str, torch.dtype, str], Rates]:
+    """The file's rates by (op, strategy, dtype, kind), those for this processor."""
     table = {}
     for name, values in json.loads(RATES_FILE.read_text()).items():
-        op, strategy, dtype_name, *grad = name.split("/")
+        op, strategy, dtype_name, *kind = name.split("/")
         dtype = getattr(torch, dtype_name.removesuffix("+units"))
         if cpu_has_half_units(dtype) == dtype_name.endswith("+units"):
-            table[op, strategy, dtype, bool(grad)] = Rates(*values)
+            table[op, strategy, dtype, kind[0] if kind else ""] = Rates(*values)
     return table
 
 
@@ -77,5 +118,5 @@ _FITTED = _fitted()
 
 def predicted_seconds(op: str, strategy: str, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
-    rates = _FITTED.get((op, strategy, traits.dtype, traits.requires_grad)) or _GENERAL[strategy]
+    rates = _FITTED.get((op, strategy, traits.dtype, _kind(op, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)

@@ -211,7 +211,7 @@ def record_choices() -> Iterator[dict[tuple[str, str], Explanation]]:
 
 
 def _choose(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None:
-    """The kernel asked for, or the cheapest; an exported program serves every length, so the first that can."""
+    """The kernel asked for, or the cheapest; where a call is traced for every length, the first that can serve it."""
     best: Kernel | None = None
     best_seconds = float("inf")
     for kernel in _KERNELS[op]:
@@ -219,7 +219,7 @@ def _choose(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None
             continue
         if kernel.reasons_against(spec, traits):
             continue
-        if asked.value != "auto" or torch.compiler.is_exporting():
+        if asked.value != "auto" or torch.compiler.is_compiling():
             return kernel
         seconds = kernel.predicted_seconds(spec, traits)
         if best is None or seconds < best_seconds:

@@ -66,6 +66,13 @@ class AttentionTraits:
         """All query-key pairs, hidden ones included."""
         return 1.0 * self.batch * self.num_heads * self.q_len * self.kv_len
 
+    @property
+    def bytes(self) -> float:
+        """Of q, k, v and the output."""
+        queries = self.num_heads * self.q_len * (self.head_dim + self.value_dim)
+        keys = self.num_kv_heads * self.kv_len * (self.head_dim + self.value_dim)
+        return 1.0 * self.batch * (queries + keys) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class PagedAttentionTraits:

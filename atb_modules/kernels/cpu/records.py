@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.costs import Cost, uneven
 from atb_modules.kernels.memory import apart, elements_apart, may_take, row_layout
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
@@ -194,7 +194,7 @@ def _activation_cost(spec: None, traits: ActivationTraits) -> Cost:
 def _rotary_cost(spec: None, traits: RotaryTraits) -> Cost:
     elements = 1.0 * traits.tokens * traits.num_heads * traits.head_dim
     # Interleaved pairs are rotated one at a time.
-    return Cost(bytes=(6.0 if traits.interleaved else 2.0) * traits.dtype.itemsize * elements)
+    return Cost(bytes=(12.0 if traits.interleaved else 2.0) * traits.dtype.itemsize * elements)
 
 
 def _linear_cost(spec: None, traits: LinearTraits) -> Cost:
@@ -218,7 +218,7 @@ def visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
     """The share of the scores that lies in tiles which some query sees."""
     width = float(kv_len)
     if spec.left is not None and spec.right is not None:
-        width = min(width, spec.left + spec.right + 128.0)
+        width = min(width, spec.left + spec.right + 64.0)
     if spec.is_causal and spec.left is None:
         width = min(width, max(kv_len - 0.5 * q_len, 0.5 * kv_len) + 64.0)
     return width / kv_len if kv_len else 1.0
@@ -226,12 +226,23 @@ def visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
 
 def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     scores = traits.pairs * visible_share(spec, traits.q_len, traits.kv_len) if traits.seen is None else traits.seen
-    operations = 4.0 * scores * traits.head_dim
-    if traits.mask == "float" or traits.mask == "bool":
-        operations += 60.0 * scores
-    if spec.softcap is not None:
-        operations += 40.0 * scores
-    return Cost(operations=operations)
+    overlaid = spec.has_overlays or traits.has_overlays
+    reached = 2.0 * overlaid + 3.0 * (traits.segments > 0) + traits.has_block_mask
+    if traits.q_len == 1 and traits.mask == "none" and not overlaid and spec.causal is not Causal.TOP_LEFT:
+        # as over pages: vectors along the channels, keys shared out evenly
+        return Cost(operations=2.0 * scores * traits.head_dim, bytes=traits.bytes, scores=scores)
+    # queries of a kv head, 64 at a time in vectors of 16
+    lanes = traits.num_heads // traits.num_kv_heads * traits.q_len
+    items = traits.batch * traits.num_kv_heads * max(-(-lanes // LANES), traits.segments)
+    scores *= -(-lanes // 16) * 16 / lanes * uneven(items)
+    return Cost(
+        operations=4.0 * scores * traits.head_dim,
+        bytes=traits.bytes,
+        calls=1.0 + reached,
+        scores=scores,
+        cells=scores if traits.mask != "none" or spec.softcap is not None else 0.0,
+        steps=uneven(items) * items,
+    )
 
 
 _CPU = ("cpu",)

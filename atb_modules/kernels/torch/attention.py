@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atb_modules import masks
-from atb_modules.kernels.costs import Cost
-from atb_modules.kernels.half_units import cpu_has_half_units
+from atb_modules.kernels.costs import Cost, uneven
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import AttentionTraits
 from atb_modules.overlays import Overlays
@@ -157,26 +156,49 @@ def sdpa_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...
     return tuple(reasons)
 
 
+def _builds_structure(spec: AttentionSpec, traits: AttentionTraits) -> bool:
+    """Whether a (q_len, kv_len) mask is made of the call's structure."""
+    newest = traits.q_len == 1 and spec.causal is not Causal.TOP_LEFT
+    return spec.window is not None or spec.has_overlays or traits.has_overlays or (spec.is_causal and not newest)
+
+
 def _eager_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
-    scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
-    operations = 2.0 * scores * (traits.head_dim + traits.value_dim)
-    return Cost(operations=operations, bytes=32.0 * scores, calls=8)
+    hides = _builds_structure(spec, traits)
+    masked = hides or traits.mask != "none"
+    overlaid = spec.has_overlays or traits.has_overlays
+    return Cost(
+        operations=2.0 * traits.pairs * (traits.head_dim + traits.value_dim),
+        bytes=traits.bytes,
+        calls=1.0 + hides + overlaid + 3.0 * (traits.segments > 0),
+        scores=traits.pairs * (2.0 if masked else 1.0),
+        cells=1.0 * traits.q_len * traits.kv_len if hides else 0.0,
+        steps=1.0 * traits.batch * traits.num_kv_heads,
+    )
 
 
 def _sdpa_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
-    scores = 1.0 * traits.batch * traits.num_heads * traits.q_len * traits.kv_len
-    square = spec.is_causal and traits.q_len == traits.kv_len
-    hides = spec.window is not None or spec.has_overlays or traits.has_overlays
-    masked = traits.mask != "none" or hides or traits.has_alibi or (spec.is_causal and not square)
-    # Measured: the causal flag skips half the blocks but saves a third of the time.
-    share = 0.66 if square and not masked else 1.0
-    if traits.device_type == "cpu" and cpu_has_half_units(traits.dtype):
-        share *= 0.4
-    extra = 12.0 * traits.q_len * traits.kv_len if masked else 0.0
-    operations = 2.0 * share * scores * (traits.head_dim + traits.value_dim)
-    if traits.dropout and traits.device_type == "cpu":
-        extra += 32.0 * scores
-    return Cost(operations=operations, bytes=extra, calls=2 if masked else 1)
+    flagged = spec.is_causal and traits.q_len == traits.kv_len and spec.window is None
+    overlaid = spec.has_overlays or traits.has_overlays
+    bare = traits.mask == "none" and not traits.has_alibi and not overlaid
+    hides = not (flagged and bare) and _builds_structure(spec, traits)
+    masked = hides or not bare
+    # blocks of queries as PyTorch's kernel for the CPU cuts them; under its causal flag it skips keys
+    block = 256 if traits.q_len >= 768 else 64 if traits.q_len >= 192 else 32
+    blocks = -(-traits.q_len // block)
+    items = traits.batch * traits.num_heads * blocks
+    share = uneven(items) * ((0.33 + 0.33 * (1.0 + 1.0 / blocks)) if flagged and bare and blocks else 1.0)
+    cells = 1.0 * traits.q_len * traits.kv_len
+    built = (6.0 if overlaid else 2.0) * cells if hides else 0.0
+    # dropout takes the unfused road
+    scores = share * traits.pairs * (8.0 if traits.dropout and traits.device_type == "cpu" else 1.0)
+    return Cost(
+        operations=2.0 * share * traits.pairs * (traits.head_dim + traits.value_dim),
+        bytes=traits.bytes,
+        calls=1.0 + 3.0 * hides + masked + 4.0 * overlaid + 8.0 * (traits.segments > 0),
+        scores=scores,
+        cells=built + (max(1.0 * traits.mask_elements, cells) if masked else 0.0),
+        steps=share * items * -(-traits.kv_len // 512),
+    )
 
 
 register(Kernel("attention", AttentionStrategy.SDPA, attention_sdpa, sdpa_reasons, _sdpa_cost, transformable=False))

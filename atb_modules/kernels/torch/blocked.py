@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.attention import attention_eager, attention_sdpa, sdpa_reasons
-from atb_modules.kernels.torch.query_blocks import QueryBlock, query_blocks, visible_keys
+from atb_modules.kernels.torch.query_blocks import QueryBlock, block_size, query_blocks, visible_keys
 from atb_modules.kernels.traits import AttentionTraits
 from atb_modules.overlays import Overlays
 from atb_modules.reach import reach
@@ -222,14 +222,20 @@ def _reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
 
 
 def _cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+    size = block_size(spec, traits.has_block_mask)
     pairs = traits.pairs if traits.seen is None else traits.seen
-    if traits.seen is None and spec.left is not None:
-        width = spec.left + 1.0 + (0.0 if spec.is_causal else traits.kv_len if spec.right is None else spec.right)
-        pairs *= min(1.0, (width * 1.25 + 64.0) / max(traits.kv_len, 1))
-    blocks = traits.q_len / 256.0 + traits.segments + 1
-    # each block builds its mask, and reads it once for each head
-    extra = (8.0 + traits.num_heads) * pairs / max(traits.num_heads, 1)
-    return Cost(operations=2.0 * pairs * (traits.head_dim + traits.value_dim), bytes=extra, calls=25.0 * blocks)
+    if spec.left is not None and traits.kv_len:
+        width = (
+            spec.left + 1.0 * size + (traits.kv_len if spec.right is None and not spec.is_causal else spec.right or 0)
+        )
+        pairs = traits.pairs * min(1.0, width / traits.kv_len)
+    return Cost(
+        operations=2.0 * pairs * (traits.head_dim + traits.value_dim),
+        bytes=traits.bytes,
+        scores=pairs,
+        cells=pairs / max(traits.num_heads, 1) + traits.mask_elements,
+        steps=-(-traits.q_len // size) + 1.0 * traits.segments,
+    )
 
 
 register(Kernel("attention", AttentionStrategy.BLOCKED, attention_blocked, _reasons, _cost, transformable=False))

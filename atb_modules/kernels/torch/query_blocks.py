@@ -82,20 +82,24 @@ class QueryBlock:
         return torch.cat([far.flatten(), near.flatten(), lengths])
 
 
+def block_size(spec: AttentionSpec, live_blocks: bool) -> int:
+    """Queries of a block: those of a row of live blocks, or what suits the width of a window."""
+    if live_blocks and spec.block_size is not None:
+        return spec.block_size
+    widths = [size for size in (spec.left, spec.chunk) if size is not None]
+    return min(_MOST, max(_LEAST, min(widths) // 2 // 32 * 32)) if widths else _MOST
+
+
 def query_blocks(spec: AttentionSpec, overlays: Overlays | None, ranges: Tensor, q_len: int) -> list[QueryBlock]:
     """The blocks of all queries, cut where a segment or a row of live blocks begins.
 
     ranges: int32 (batch or 1, q_len, 5), what ``reach`` says of the call.
     """
-    step = _MOST
-    if spec.left is not None or spec.chunk is not None:
-        width = min(size for size in (spec.left, spec.chunk) if size is not None)
-        step = min(_MOST, max(_LEAST, width // 2 // 32 * 32))
+    live_blocks = overlays is not None and overlays.block_mask is not None
+    step = block_size(spec, live_blocks)
     cuts = set(range(0, q_len, step)) | {q_len}
     if overlays is not None and overlays.cu_seqlens_q is not None:
         cuts |= set(overlays.cu_seqlens_q.tolist())
-    if overlays is not None and overlays.block_mask is not None and spec.block_size is not None:
-        cuts = set(range(0, q_len, spec.block_size)) | {q_len}
     blocks = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         far = _hull(ranges[:, begin:end, 0], ranges[:, begin:end, 1])

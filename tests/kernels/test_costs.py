@@ -1,0 +1,48 @@
+"""The cost model as data: every kernel has a prediction, more work never costs less, and AUTO takes the least."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from atb_modules.kernels import costs
+from atb_modules.kernels.registry import explain_call, kernels
+from atb_modules.ops import attention
+from atb_modules.spec import AttentionSpec
+
+SPECS = [AttentionSpec(), AttentionSpec(causal=True), AttentionSpec(causal=True, window=(64, None), global_tokens=2)]
+
+
+def test_the_rates_are_finite_and_belong_to_kernels():
+    stored = json.loads(costs.RATES_FILE.read_text())
+    assert len(stored) > 100
+    for name, rates in stored.items():
+        op, strategy, *_ = name.split("/")
+        assert strategy in [kernel.strategy.value for kernel in kernels(op)], name
+        assert len(rates) == 6 and all(0.0 <= rate < 1.0 for rate in rates) and any(rates), name
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=["full", "causal", "global"])
+def test_longer_calls_never_cost_less_and_auto_takes_the_least(spec, dtype, grad):
+    before: dict[str, float] = {}
+    for length in (1, 40, 300, 2000):
+        q, k, v = (torch.empty(1, 4, length, 64, dtype=dtype, requires_grad=grad) for _ in range(3))
+        table = explain_call(attention, q, k, v, spec)
+        predicted = {row.strategy: row.predicted_seconds for row in table.rows if not row.reasons}
+        assert table.chosen == min(predicted, key=lambda strategy: predicted[strategy])
+        assert f"{predicted['cpu'] * 1e6:.1f} us predicted" in str(table) if "cpu" in predicted else True
+        if length > 40:
+            assert all(predicted[strategy] >= before[strategy] for strategy in predicted)
+        before = predicted
+
+
+def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
+    for op in ("cache_append", "paged_attention", "moe", "decode_layer"):
+        for kernel in kernels(op):
+            cost = costs.Cost(operations=1e6, bytes=1e6)
+            traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
+            assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, traits, cost) < 1.0
