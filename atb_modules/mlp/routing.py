@@ -177,7 +177,7 @@ def load_balancing_loss(
     """
     if not isinstance(router_logits, (Tensor, Sequence)):
         raise TypeError(
-            f"router_logits is {type(router_logits).__name__}; allowed: a tensor (..., num_experts) or a sequence of such"
+            f"router_logits is {type(router_logits).__name__}; allowed: (..., num_experts), or a sequence of such tensors"
         )
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     if not layers:
