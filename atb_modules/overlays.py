@@ -154,7 +154,7 @@ def _segment_of(starts: Tensor, total: int) -> Tensor:
 
 def _check_starts(name: str, starts: Tensor, total: int) -> None:
     check_tensor(name, starts)
-    if starts.dtype != torch.int32 or starts.dim() != 1 or starts.numel() < 2:
+    if starts.dtype != torch.int32 or starts.dim() != 1 or not starts.numel():
         raise ValueError(f"{name} is {starts.dtype} {tuple(starts.shape)}; allowed: torch.int32 (segments + 1,)")
     if torch.compiler.is_compiling() or starts.device.type == "meta":
         return

@@ -62,6 +62,8 @@ def attention_traits(
     _check_mask(mask, q, (batch, num_heads, q_len, kv_len))
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_per_head(name, tensor, num_heads, q.device)
+    if overlays is not None or spec.block_size is not None:
+        _check_overlays(overlays if overlays is not None else Overlays(), spec, q, kv_len)
     tensors = [t for t in (q, k, v, mask, sinks, alibi_slopes) if t is not None]
     return AttentionTraits(
         device_type=q.device.type,
@@ -234,6 +236,14 @@ def _check_mask(mask: Tensor | None, q: Tensor, full: tuple[int, ...]) -> None:
         have != 1 and have != want for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     ):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it must broadcast to {full}")
+
+
+def _check_overlays(overlays: Overlays, spec: AttentionSpec, q: Tensor, kv_len: int) -> None:
+    batch, num_heads, q_len, _ = q.shape
+    overlays.check(batch, num_heads, q_len, kv_len, spec.block_size)
+    for name, tensor in vars(overlays).items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}; q is on {q.device}, they must be equal")
 
 
 def _check_per_head(name: str, tensor: Tensor | None, num_heads: int, device: torch.device) -> None:

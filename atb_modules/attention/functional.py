@@ -52,7 +52,8 @@ def attention(
         v: (batch, num_kv_heads, kv_len, value_dim).
         spec: the static structure: causality, window, global tokens, prefix, chunks, scale, softcap.
         mask: bool (True = may attend) or floating (added to the scores), broadcasting to
-            (batch, num_heads, q_len, kv_len).
+            (batch, num_heads, q_len, kv_len). Hide keys with -inf: where every key of a row has a huge finite number
+            (``finfo.min``, -1e9) the row is not empty, and its gradients drown in its float32 LSE, as in torch's SDPA.
         sinks: (num_heads,) logits that join each softmax and take weight to nowhere (GPT-OSS).
         alibi_slopes: (num_heads,) slopes of ALiBi.
         cu_seqlens_q, cu_seqlens_k: int32 (segments + 1,), where each sequence of a packed batch begins; a query sees

@@ -29,6 +29,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Raises:
         ValueError, TypeError: no parts, not as many of both, or shapes and dtypes that differ.
     """
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, Sequence):
+            raise TypeError(f"{name} is {type(given).__name__}; allowed: a sequence of tensors")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     compute = torch.promote_types(outs[0].dtype, torch.float32)

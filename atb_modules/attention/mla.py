@@ -248,6 +248,7 @@ class LatentAttention(nn.Module):
             segments: dict[str, Any] = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "strategy": self.strategy}
             out, _ = attention(*self._expand(q_nope, q_rope, c, r), self.spec, **segments)
             return self.o_proj(out.flatten(-2))
+        self._check_absorbable()
         wide = _product_dtype(x)
         weight = self.kv_b_proj.weight.to(wide).unflatten(0, (self.num_heads, -1))
         up_keys, up_values = weight.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
@@ -266,6 +267,16 @@ class LatentAttention(nn.Module):
         )
         heads = torch.einsum("thc,hvc->thv", out[..., : self.kv_lora_rank].to(wide), up_values)
         return self.o_proj(heads.flatten(-2).to(x.dtype))
+
+    def _check_absorbable(self) -> None:
+        """Only the weight of ``kv_b_proj`` can be absorbed: an adapter around it, or hooks, would be left out."""
+        up = self.kv_b_proj
+        if not isinstance(up, Linear) or up._forward_hooks or up._forward_pre_hooks:
+            what = "hooks" if isinstance(up, Linear) else f"the class {type(up).__name__}"
+            raise ValueError(
+                f"kv_b_proj has {what}, and decoding over a cache absorbs its weight alone; allowed: a plain Linear, "
+                "with adapters merged into it"
+            )
 
     def extra_repr(self) -> str:
         return (

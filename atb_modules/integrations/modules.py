@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from atb_modules.linear import linear
 from atb_modules.norm.functional import layer_norm
@@ -22,9 +23,11 @@ def project(projection: nn.Module, x: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says: hooks, or a forward of its own."""
+    """Whether calling the module does more than its class says: hooks (of its own or of all modules), or a forward of
+    its own.
+    """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    return bool(hooks) or _has_any_global_hook() or "forward" in module.__dict__
 
 
 def normed(norm: Any, x: Tensor) -> Tensor:

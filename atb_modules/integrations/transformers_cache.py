@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
-from atb_modules.checks import check_int
+from atb_modules.checks import check_int, check_parameter_dtype, check_tensor
 from atb_modules.integrations.transformers import NAME
 from atb_modules.integrations.transformers_cache_layers import PagedLayer, layer_windows
 from atb_modules.integrations.transformers_pages import CachedStates, ForwardPass, LayerUpdate
@@ -61,6 +61,7 @@ class PagedCache(Cache):
         for name, value in (("max_seq_len", max_seq_len), ("page_size", page_size), ("max_batch_size", max_batch_size)):
             check_int(name, value)
         check_int("num_pages", num_pages, optional=True)
+        check_parameter_dtype(dtype)
         self.max_seq_len, self.page_size, self.max_batch_size = max_seq_len, page_size, max_batch_size
         self.num_pages, self.dtype = num_pages, dtype
         self.quantization = parse_enum(KVQuantization, quantization, "quantization")
@@ -273,6 +274,7 @@ class PagedCache(Cache):
         Returns:
             Tokens of the first row that can be found: a multiple of the page size.
         """
+        check_tensor("input_ids", input_ids)
         manager = self._settled()
         if manager is None or input_ids.dim() != 2 or input_ids.shape[0] != len(self.padding):
             raise ValueError(f"input_ids is {tuple(input_ids.shape)}; the cache holds {len(self.padding)} rows")
@@ -296,6 +298,7 @@ class PagedCache(Cache):
         """
         if self._length:
             raise ValueError(f"the cache holds {self._length} tokens; allowed: an empty one, after reset()")
+        check_tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids is {tuple(input_ids.shape)}; allowed: (batch, tokens)")
         manager, count = self.manager, input_ids.shape[1] - 1

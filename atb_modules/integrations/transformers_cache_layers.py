@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+
+from atb_modules.checks import check_type
 
 if TYPE_CHECKING:
     from atb_modules.integrations.transformers_cache import PagedCache
@@ -57,6 +60,7 @@ class PagedLayer(CacheLayerMixin):
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """How many keys a query sees, itself counted, in each layer; None for all. Raises for layers of another kind."""
+    check_type("config", config, PreTrainedConfig)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(config).__name__} is of an encoder-decoder model; PagedCache serves decoders alone")
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))

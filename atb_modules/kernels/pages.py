@@ -11,6 +11,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_tensor
+
 #: the largest code: symmetric, so that a value and its negative round alike
 LARGEST_CODE = 127
 
@@ -41,6 +43,8 @@ class QuantizedPages:
 
     def __post_init__(self) -> None:
         codes, scales = self.codes, self.scales
+        check_tensor("codes", codes)
+        check_tensor("scales", scales)
         if codes.dim() != 4 or codes.dtype != torch.int8:
             raise ValueError(
                 f"codes is {codes.dtype} {tuple(codes.shape)}; allowed: torch.int8 (num_pages, kv_heads, page_size, "

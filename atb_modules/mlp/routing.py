@@ -175,6 +175,9 @@ def load_balancing_loss(
     Returns:
         A float32 number, differentiable in the logits through P alone; 0 where no token counts.
     """
+    if not isinstance(router_logits, (Tensor, Sequence)):
+        kind = type(router_logits).__name__
+        raise TypeError(f"router_logits is {kind}; allowed: a tensor (..., num_experts), or a sequence of them")
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     if not layers:
         raise ValueError("router_logits is empty; allowed: one tensor (..., num_experts) a layer")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
-from atb_modules.checks import check_bool, check_floating, check_int, check_number, check_tensor
+from atb_modules.checks import check_bool, check_floating, check_int, check_number
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import NormTraits, count, under_autocast
 from atb_modules.linear import Linear
@@ -143,7 +143,7 @@ class _Conditioned(nn.Module):
 
     def _modulation(self, x: Tensor, cond: Tensor) -> tuple[Tensor, ...]:
         check_floating("x", x, "a tensor (batch, ..., hidden_size)")
-        check_tensor("cond", cond, "a tensor (batch, cond_size) or (batch, seq, cond_size)")
+        check_floating("cond", cond, "a tensor (batch, cond_size) or (batch, seq, cond_size)")
         if x.dim() < 2 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; allowed: (batch, ..., hidden_size={self.hidden_size})")
         per_row, per_token = (x.shape[0], self.cond_size), (*x.shape[:-1], self.cond_size)

@@ -46,7 +46,7 @@ def apply_optimizations(model: Model) -> Model:
     for module in model.modules():
         kind = type(module)
         already |= kind in ours
-        if kind in table and "forward" not in module.__dict__:
+        if kind in table and not _has_foreign_forward(module):
             module.__class__ = table[kind]
             done[kind.__name__] += 1
         elif kind in table or ("Attention" in kind.__name__ and kind not in ours | set_by_config):
@@ -79,6 +79,12 @@ def restore(model: Model) -> Model:
 def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
+
+
+def _has_foreign_forward(module: nn.Module) -> bool:
+    """Whether somebody gave the module, or its class, another forward than its library did."""
+    home, _, _ = type(module).__module__.partition(".")
+    return "forward" in module.__dict__ or type(module).forward.__module__.partition(".")[0] != home
 
 
 def _known() -> dict[type[nn.Module], type[nn.Module]]:

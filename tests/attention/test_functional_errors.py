@@ -11,6 +11,7 @@ from atb_modules.ops import attention, cache_append, paged_attention, rotary, ro
 
 Q = torch.randn(1, 2, 3, 8)
 NAN = float("nan")
+STARTS = torch.tensor([0, 2, 3], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,27 @@ NAN = float("nan")
         ({"dropout_p": True}, TypeError, "dropout_p is True"),
         ({"q": Q[..., :0], "k": Q[..., :0]}, ValueError, "q has head_dim 0"),
         ({"strategy": None}, ValueError, "strategy is None"),
+        ({"cu_seqlens_q": STARTS}, ValueError, "cu_seqlens_q is given alone"),
+        ({"cu_seqlens_q": STARTS.long(), "cu_seqlens_k": STARTS}, ValueError, "cu_seqlens_q is torch.int64"),
+        ({"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS[:0]}, ValueError, r"cu_seqlens_k is torch.int32 \(0,\)"),
+        ({"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS + 1}, ValueError, r"cu_seqlens_k is \[1, 3, 4\]; allowed: 0"),
+        ({"cu_seqlens_q": STARTS.flip(0), "cu_seqlens_k": STARTS}, ValueError, r"cu_seqlens_q is \[3, 2, 0\]"),
+        ({"cu_seqlens_q": [0, 3], "cu_seqlens_k": STARTS}, TypeError, "cu_seqlens_q is list"),
+        ({"image_ids": torch.zeros(1, 3)}, TypeError, "image_ids is torch.float32"),
+        ({"image_ids": torch.zeros(1, 2).long()}, ValueError, r"image_ids has shape \(1, 2\)"),
+        ({"image_ids": torch.zeros(1, 3, device="meta").long()}, ValueError, "image_ids is on meta; q is on cpu"),
+        ({"block_mask": torch.ones(1, 1, 2, 2).bool()}, ValueError, "block_mask is given alone"),
+        ({"spec": AttentionSpec(block_size=2)}, ValueError, "the spec's block_size is given alone"),
+        (
+            {"spec": AttentionSpec(block_size=2), "block_mask": torch.ones(1, 1, 2, 3).bool()},
+            ValueError,
+            r"block_mask has shape \(1, 1, 2, 3\)",
+        ),
+        (
+            {"spec": AttentionSpec(block_size=2), "block_mask": torch.ones(1, 1, 2, 2)},
+            TypeError,
+            "block_mask is torch.float32",
+        ),
     ],
 )
 def test_attention(changes, error, message):

@@ -108,5 +108,10 @@ def test_wrong_parts_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             merge_attention(outs, lses)
-    with pytest.raises(TypeError, match=r"lses\[0\] is torch.int64"):
-        merge_attention([out], [lse.long()])
+    for outs, lses, message in (
+        ([out], [lse.long()], r"lses\[0\] is torch.int64"),
+        (out, lse, "outs is Tensor; allowed: a sequence of tensors"),
+        ([out], None, "lses is NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            merge_attention(outs, lses)

@@ -185,3 +185,19 @@ def test_in_the_place_of_a_layers_attention():
 def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_what_cannot_be_absorbed_is_named():
+    """Hooks and adapters of the up projection act where it is called; decoding does not call it."""
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    module, x = LatentAttention(16, 2, **sizes), torch.randn(1, 3, 16)
+    cache = KVCacheManager(16, 4, 1, 2, module.head_dim, torch.float32, num_kv_heads=1)
+    handle = module.kv_b_proj.register_forward_hook(lambda _, __, out: 2 * out)
+    module(x, kv_cache=cache)
+    with pytest.raises(ValueError, match="kv_b_proj has hooks"):
+        module(x[:, :1], kv_cache=cache)
+    assert cache.lengths == (3,)
+    handle.remove()
+    module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
+    with pytest.raises(ValueError, match="kv_b_proj has the class Sequential"):
+        module(x[:, :1], kv_cache=cache)

@@ -227,6 +227,7 @@ def test_bad_routers(options, error, message):
         (lambda: route(torch.zeros(2, 4), 2, None, torch.zeros(3)), ValueError, "score_correction has shape"),
         (lambda: route(torch.zeros(2, 4).long(), 2), TypeError, "router_logits is torch.int64"),
         (lambda: load_balancing_loss([], 4, 2), ValueError, "router_logits is empty"),
+        (lambda: load_balancing_loss(None, 4, 2), TypeError, "router_logits is NoneType"),
         (lambda: load_balancing_loss(torch.zeros(3, 5), 4, 2), ValueError, r"router_logits\[0\] has shape"),
         (
             lambda: load_balancing_loss(torch.zeros(3, 4), 4, 2, torch.ones(2)),

@@ -92,6 +92,7 @@ def test_dtypes(dtype):
         (lambda: AdaLayerNorm(8)(torch.randn(2, 3, 4), torch.randn(2, 8)), ValueError, "x has shape .*hidden_size=8"),
         (lambda: AdaLayerNorm(8)(torch.randn(2, 3, 8), torch.randn(3, 8)), ValueError, r"cond has shape \(3, 8\)"),
         (lambda: AdaLayerNorm(8)(torch.randn(2, 3, 8), None), TypeError, "cond is NoneType"),
+        (lambda: AdaLayerNorm(8)(torch.randn(2, 3, 8), torch.ones(2, 8).long()), TypeError, "cond is torch.int64"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, error, message):

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import atb_modules as atb
 from atb_modules.integrations import timm as ours
@@ -118,6 +119,32 @@ def test_hooks_fire_and_keep_their_effect():
     seen.clear()
     torch.testing.assert_close(atb.apply_optimizations(model)(x), want, atol=1e-4, rtol=1e-4)
     assert sorted(seen) == fired
+
+
+def test_hooks_of_all_modules_fire():
+    seen = []
+    model, x = small("vit_tiny_patch16_224"), torch.randn(1, 3, 64, 64)
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        model(x)
+        fired = list(seen)
+        seen.clear()
+        atb.apply_optimizations(model)(x)
+    finally:
+        handle.remove()
+    assert seen == fired
+
+
+def test_a_patched_forward_of_a_class_is_kept(monkeypatch):
+    kind = timm.layers.Attention
+    plain = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *inputs, **options: 2 * plain(self, *inputs, **options))
+    model = small("vit_tiny_patch16_224")
+    x = picture(model)
+    want = model(x)
+    fast = atb.apply_optimizations(model)
+    assert type(fast.blocks[0].attn) is kind and type(fast.blocks[0].mlp) is ours.FusedMlp
+    torch.testing.assert_close(fast(x), want, atol=1e-4, rtol=1e-4)
 
 
 def test_attention_weights_of_a_model_that_is_not_fused():

@@ -336,6 +336,12 @@ def test_what_does_not_fit_is_named(models, ids):
             interrupted.update(k, k[..., :4], 1)
         interrupted.crop(-3)
         assert interrupted.get_seq_length() == 0
+    with pytest.raises(TypeError, match="dtype is 'float32'"):
+        paged(model, dtype="float32")
+    with pytest.raises(TypeError, match="config is {}"):
+        PagedCache({}, 64)
+    with pytest.raises(TypeError, match="input_ids is list"):
+        paged(model).register_prefix([[1]])
     with pytest.raises(ValueError, match="max_seq_len is 0"):
         paged(model, max_seq_len=0)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+import torch
 from torch import Tensor
+
+from atb_modules.checks import check_int, check_tensor
 
 from .book import PageBook, PageCopy
 from .groups import CachedSequence
@@ -33,7 +36,17 @@ def next_slots(block_table: Tensor, lengths: Tensor, page_size: int) -> tuple[Te
 
     Returns:
         slots int64 (batch,), and lengths int32 (batch,) as attention over the pages wants them.
+
+    Raises:
+        ValueError, TypeError: for what does not fit. A row that is full already is the caller's to stop: values are
+            not looked at.
     """
+    check_int("page_size", page_size)
+    for name, tensor, dims in (("block_table", block_table, 2), ("lengths", lengths, 1)):
+        check_tensor(name, tensor)
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != lengths.shape[0]:
+            shape = "(batch, max_blocks)" if dims == 2 else "(batch,)"
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; allowed: torch.int32 {shape}")
     block = (lengths // page_size).long()
     page = block_table.gather(1, block[:, None])[:, 0].long()
     return page * page_size + lengths % page_size, lengths + 1

@@ -268,6 +268,8 @@ def test_bound_of_a_single_key():
 
 def test_what_does_not_fit_is_named():
     codes, scales = torch.zeros(2, 1, 4, 8, dtype=torch.int8), torch.zeros(2, 1)
+    with pytest.raises(TypeError, match="scales is NoneType"):
+        QuantizedPages(codes, None)
     with pytest.raises(ValueError, match="codes is torch.float32"):
         QuantizedPages(codes.float(), scales)
     with pytest.raises(ValueError, match=r"scales is torch.float32 \(1, 2\)"):

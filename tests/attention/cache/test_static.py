@@ -125,3 +125,15 @@ def test_what_static_pages_cannot_do_is_named():
     assert cache.memory_stats() == before and cache.lengths == (22, 4)
     with pytest.raises(ValueError, match="policy is 'fixed'; allowed: 'paged', 'static'"):
         make_cache("fixed")
+
+
+def test_next_slots_names_what_does_not_fit():
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for arguments, error, message in (
+        ((None, lengths, 4), TypeError, "block_table is NoneType"),
+        ((table, lengths.float(), 4), ValueError, "lengths is torch.float32"),
+        ((table[:1], lengths, 4), ValueError, r"block_table is torch.int32 \(1, 3\); allowed"),
+        ((table, lengths, 0), ValueError, "page_size is 0"),
+    ):
+        with pytest.raises(error, match=message):
+            next_slots(*arguments)
