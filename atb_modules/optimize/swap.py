@@ -27,7 +27,8 @@ def apply_optimizations(model: Model) -> Model:
     Knows timm's vision transformers (ViT, DeiT, SigLIP, EVA, DINOv3, BEiT and what else is built of the same parts) and
     the Llama, Mistral, Qwen2 and Qwen3 models of transformers, whose attention is set to "atb". Applied twice, it does
     what it does once. What looks like attention and is not known keeps its own forward, and is logged (logger
-    ``atb_modules.optimize``).
+    ``atb_modules.optimize``). torch.compile and torch.export trace the result; symbolic tracing (torch.fx,
+    torch.jit.script) does not: trace before, or ``restore`` first.
 
     Returns:
         ``model`` itself.
