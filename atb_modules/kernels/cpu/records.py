@@ -220,7 +220,7 @@ def visible_share(spec: AttentionSpec, q_len: int, kv_len: int) -> float:
     if spec.left is not None and spec.right is not None:
         width = min(width, spec.left + spec.right + 64.0)
     if spec.is_causal and spec.left is None:
-        width = min(width, max(kv_len - 0.5 * q_len, 0.5 * kv_len) + 64.0)
+        width = min(width, max(kv_len - 0.5 * q_len, 0.5 * kv_len) + 24.0)
     return width / kv_len if kv_len else 1.0
 
 
