@@ -189,7 +189,7 @@ def sample(call: Call, strategy: str) -> tuple[str, Sample]:
     """The name of the rates that the kernel's call belongs to, and its sample."""
     kernel = next(k for k in kernels(call.op) if k.strategy.value == strategy)
     cost = kernel.full_cost(call.spec, call.traits)
-    return costs.key(call.op, strategy, call.traits), (list(astuple(cost)), call.seconds[strategy])
+    return costs.key(call.op, strategy, call.spec, call.traits), (list(astuple(cost)), call.seconds[strategy])
 
 
 def fitted(samples: list[Sample]) -> list[float]:

@@ -80,14 +80,14 @@ _GENERAL = {
 }
 
 
-def key(op: str, strategy: str, traits: Any) -> str:
+def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
     """The name in ``rates.json`` of a kernel's rates for such a call: by dtype and kind."""
-    kind = _kind(op, traits)
+    kind = _kind(op, spec, traits)
     name = f"{op}/{strategy}/{str(traits.dtype).removeprefix('torch.')}"
     return name + "+units" * cpu_has_half_units(traits.dtype) + f"/{kind}" * bool(kind)
 
 
-def _kind(op: str, traits: Any) -> str:
+def _kind(op: str, spec: Any, traits: Any) -> str:
     """Calls that a kernel serves in different ways: by what hides keys, one query apart, gradients apart."""
     if op != "attention":
         return "grad" if traits.requires_grad else ""
@@ -97,8 +97,10 @@ def _kind(op: str, traits: Any) -> str:
         structure = "packed"
     elif traits.has_overlays or traits.seen is not None:
         structure = "overlaid"
+    elif traits.mask != "none":
+        structure = "masked"
     else:
-        structure = "plain" if traits.mask == "none" else "masked"
+        structure = "causal" if spec.is_causal or spec.window is not None else "full"
     return structure + " grad" * traits.requires_grad
 
 
@@ -116,7 +118,7 @@ def _fitted() -> dict[tuple[str, str, torch.dtype, str], Rates]:
 _FITTED = _fitted()
 
 
-def predicted_seconds(op: str, strategy: str, traits: Any, cost: Cost) -> float:
+def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
-    rates = _FITTED.get((op, strategy, traits.dtype, _kind(op, traits))) or _GENERAL[strategy]
+    rates = _FITTED.get((op, strategy, traits.dtype, _kind(op, spec, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)

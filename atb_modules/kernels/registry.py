@@ -79,7 +79,7 @@ class Kernel:
         return cost
 
     def predicted_seconds(self, spec: Any, traits: Traits) -> float:
-        return predicted_seconds(self.op, self.strategy.value, traits, self.full_cost(spec, traits))
+        return predicted_seconds(self.op, self.strategy.value, spec, traits, self.full_cost(spec, traits))
 
 
 @dataclass(frozen=True)

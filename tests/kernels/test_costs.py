@@ -45,4 +45,4 @@ def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
         for kernel in kernels(op):
             cost = costs.Cost(operations=1e6, bytes=1e6)
             traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
-            assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, traits, cost) < 1.0
+            assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, None, traits, cost) < 1.0
