@@ -9,7 +9,7 @@ import torch
 
 from atb_modules.kernels import costs
 from atb_modules.kernels.registry import explain_call, kernels
-from atb_modules.ops import attention
+from atb_modules.ops import attention, gated_activation, layer_norm, linear, rms_norm
 from atb_modules.spec import AttentionSpec
 
 SPECS = [AttentionSpec(), AttentionSpec(causal=True), AttentionSpec(causal=True, window=(64, None), global_tokens=2)]
@@ -46,3 +46,18 @@ def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
             cost = costs.Cost(operations=1e6, bytes=1e6)
             traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
             assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, None, traits, cost) < 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_auto_never_takes_the_oracle_of_a_tiny_call(dtype):
+    x, weight = torch.randn(1, 8).to(dtype), torch.randn(8).to(dtype)
+    q = torch.randn(1, 1, 1, 8).to(dtype)
+    for call in (
+        lambda: rms_norm(x, weight),
+        lambda: layer_norm(x, weight, weight),
+        lambda: gated_activation(x, x),
+        lambda: linear(x, torch.randn(4, 8).to(dtype)),
+        lambda: attention(q, q, q),
+        lambda: attention(q, q, q, mask=torch.ones(1, 1, dtype=torch.bool)),
+    ):
+        assert explain_call(call).chosen not in ("reference", "flex")
