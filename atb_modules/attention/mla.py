@@ -20,17 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
-from atb_modules.attention.cache.refusal import check_batch, undone_if_refused
+from atb_modules.attention.cached_call import attend_cached
 from atb_modules.attention.checking import (
-    check_cached_call,
     check_call,
-    check_packed,
     check_positions,
     check_rotary_tables,
-    packed_positions,
 )
 from atb_modules.attention.functional import attention, cache_append, paged_attention
-from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
+from atb_modules.attention.masking import expand_mask
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.attention.rope_scaling import RotaryScaling, temperature
 from atb_modules.checks import check_bool, check_int, check_number, check_probability, check_type
@@ -167,8 +164,8 @@ class LatentAttention(nn.Module):
         """
         if kv_cache is not None:
             with torch.no_grad():
-                return self._attend_cached(
-                    hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
+                return attend_cached(
+                    self, hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
                 )
         if cache_step is not None:
             raise ValueError("cache_step is given without kv_cache")
@@ -206,38 +203,18 @@ class LatentAttention(nn.Module):
         k = torch.cat([k_nope, r.expand(*k_nope.shape[:-1], -1)], dim=-1)
         return torch.cat([q_nope, q_rope], dim=-1), k, v
 
-    def _attend_cached(
+    def _attend_step(
         self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        x: Tensor,
         position_ids: Tensor | None,
         kv_cache: KVCacheManager,
-        step: CacheStep | None,
-        rotary_tables: RotaryTables | None,
-        layer_idx: int | None,
+        step: CacheStep,
+        layer_idx: int,
+        tables: RotaryTables | None,
     ) -> Tensor:
-        check_cached_call(hidden_states, kv_cache, step, self.num_kv_heads, self.head_dim, self.spec)
-        if layer_idx is None:
-            layer_idx = self.layer_idx = kv_cache.register_layer() if self.layer_idx is None else self.layer_idx
-        padded, real = hidden_states.dim() == 3, None
-        if padded:
-            hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
-        if position_ids is not None and rotary_tables is None:
-            position_ids = packed_positions(position_ids, hidden_states, real)
-        check_packed(hidden_states, step, rotary_tables)
-        with undone_if_refused(kv_cache, layer_idx if step is None else None):
-            if step is None:
-                check_batch(kv_cache, len(lengths))
-                step = kv_cache.layer_step(layer_idx, lengths)
-            if rotary_tables is None:
-                positions = step.positions if position_ids is None else position_ids
-                rotary_tables = self.rotary(positions, step.max_kv_length)
-            out = self._attend_step(hidden_states, kv_cache, step, layer_idx, rotary_tables)
-        return out if real is None else unpack_padded(out, real)
-
-    def _attend_step(
-        self, x: Tensor, kv_cache: KVCacheManager, step: CacheStep, layer_idx: int, tables: RotaryTables
-    ) -> Tensor:
+        if tables is None:
+            positions = step.positions if position_ids is None else position_ids
+            tables = self.rotary(positions, step.max_kv_length)
         q_nope, q_rope, c, r = self._project(x, tables)
         latent = torch.cat([c.unsqueeze(-2), r], dim=-1)
         pages, _ = kv_cache.pages(layer_idx)

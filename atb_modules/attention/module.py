@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention.cache import CacheStep, KVCacheManager
-from atb_modules.attention.cache.refusal import check_batch, undone_if_refused
+from atb_modules.attention.cached_call import attend_cached
 from atb_modules.attention.checking import (
-    check_cached_call,
     check_call,
     check_key_values,
     check_options,
-    check_packed,
     check_positions,
-    check_prefix,
     check_rotary_tables,
-    packed_positions,
 )
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes, checked_head_dim
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
-from atb_modules.attention.masking import expand_mask, pack_padded, unpack_padded
+from atb_modules.attention.masking import expand_mask
 from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_output, out_features, projected_qkv
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.attention.sparse import layout_part, layout_tensor
@@ -211,8 +207,8 @@ class Attention(nn.Module):
             raise ValueError("key_value_states is given; self attention (cross=False) allows None")
         if kv_cache is not None:
             with torch.no_grad():
-                return self._attend_cached(
-                    hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
+                return attend_cached(
+                    self, hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
                 )
         if cache_step is not None:
             raise ValueError("cache_step is given without kv_cache")
@@ -264,33 +260,6 @@ class Attention(nn.Module):
         k, v = key_value_states
         mask = expand_mask(attention_mask, hidden_states.shape[0], k.shape[1])
         return self._merge(q, k, v, mask)
-
-    def _attend_cached(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        kv_cache: KVCacheManager,
-        step: CacheStep | None,
-        rotary_tables: RotaryTables | None,
-        layer_idx: int | None,
-    ) -> Tensor:
-        check_cached_call(hidden_states, kv_cache, step, self.num_kv_heads, self.head_dim, self.spec)
-        if layer_idx is None:
-            layer_idx = self.layer_idx = kv_cache.register_layer() if self.layer_idx is None else self.layer_idx
-        padded, real = hidden_states.dim() == 3, None
-        if padded:
-            hidden_states, lengths, real = pack_padded(hidden_states, attention_mask)
-        if position_ids is not None and rotary_tables is None:
-            position_ids = packed_positions(position_ids, hidden_states, real)
-        check_packed(hidden_states, step, rotary_tables)
-        with undone_if_refused(kv_cache, layer_idx if step is None else None):
-            if step is None:
-                check_batch(kv_cache, len(lengths))
-                step = kv_cache.layer_step(layer_idx, lengths)
-            check_prefix(self.spec, step)
-            out = self._attend_step(hidden_states, position_ids, kv_cache, step, layer_idx, rotary_tables)
-        return out if real is None else unpack_padded(out, real)
 
     def _attend_step(
         self,
