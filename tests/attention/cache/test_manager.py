@@ -350,32 +350,6 @@ def test_writes_work_across_inference_mode():
     copy.deepcopy(cache).step(1)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
-        ({"max_seq_len": 2.5}, TypeError, "max_seq_len must be an int, got 2.5"),
-        ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"dtype": torch.int8}, ValueError, "dtype must be one of .*got torch.int8"),
-        ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
-        ({"window": [1, 2]}, ValueError, "window has 2 entries, num_layers is 1"),
-        ({"window": -1}, ValueError, "window must be at least 0, got -1"),
-        ({"num_pages": 0}, ValueError, "num_pages must be at least 1"),
-    ],
-)
-def test_constructor_names_what_is_wrong(change, error, message):
-    options = {
-        "max_seq_len": 64,
-        "page_size": 4,
-        "num_layers": 1,
-        "num_heads": 4,
-        "head_dim": DIM,
-        "dtype": torch.float32,
-    }
-    with pytest.raises(error, match=message):
-        KVCacheManager(**{**options, **change})
-
-
 def test_calls_name_what_is_wrong(generator):
     cache = make_cache(max_seq_len=10, num_pages=8)
     cache.begin(2)
