@@ -26,6 +26,7 @@ from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
 from atb_modules.norm.add import add_norm
+from atb_modules.overlays import Overlays
 from atb_modules.residual import ResidualBranch, ResidualConfig
 from atb_modules.strategies import parse_enum
 
@@ -187,6 +188,7 @@ class TransformerLayer(nn.Module):
         cache: KVCacheManager | None = None,
         cache_step: CacheStep | None = None,
         rotary_tables: tuple[Tensor, Tensor] | None = None,
+        overlays: Overlays | None = None,
     ) -> Tensor | tuple[Tensor, KVCacheManager]:
         """Run the layer.
 
@@ -200,6 +202,7 @@ class TransformerLayer(nn.Module):
             cache: another cache than the layer's own; such a call is not differentiable.
             cache_step: the step shared by all layers, with ``cache``.
             rotary_tables: cos and sin computed once for all layers.
+            overlays: packed segments and images of the self attention; see ``Overlays``.
 
         Returns:
             hidden_states of the same shape; with ``use_cache``, ``(hidden_states, cache)``.
@@ -219,6 +222,8 @@ class TransformerLayer(nn.Module):
                 "cache_step": cache_step,
                 "rotary_tables": rotary_tables,
             }
+            if overlays is not None:
+                options["overlays"] = overlays
             if cache is not None and cache is self._own_cache:
                 options["cache_layer"] = 0
                 if cache_step is None and hidden_states.dim() == 3:

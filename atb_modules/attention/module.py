@@ -25,12 +25,14 @@ from atb_modules.attention.masking import expand_mask
 from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_output, out_features, projected_qkv
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.attention.sparse import layout_part, layout_tensor
-from atb_modules.checks import check_int, check_tensor
+from atb_modules.checks import check_int, check_tensor, check_type
 from atb_modules.linear import Linear, may_overwrite
 from atb_modules.norm import build_norm
+from atb_modules.overlays import Overlays
 from atb_modules.strategies import AttentionType, attention_strategy_of
 
 RotaryTables = tuple[Tensor, Tensor]
+_NO_OVERLAYS = Overlays()
 
 
 class Attention(nn.Module):
@@ -178,6 +180,7 @@ class Attention(nn.Module):
         cache_step: CacheStep | None = None,
         rotary_tables: RotaryTables | None = None,
         cache_layer: int | None = None,
+        overlays: Overlays | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -193,26 +196,30 @@ class Attention(nn.Module):
             cache_step: the step all layers share; None lets this layer open its own.
             rotary_tables: cos and sin, where the model computed them once for all layers.
             cache_layer: the layer of kv_cache that this one is; default ``layer_idx``, taken in order where not given.
+            overlays: packed segments (B is 1 then) and images, for calls without a cache; see ``Overlays``.
 
         Returns:
             The shape of hidden_states; padded positions of a cached call are 0.
         """
+        check_type("overlays", overlays, Overlays, optional=True)
         if self.cross:
             if key_value_states is None:
                 raise ValueError("key_value_states is None; cross attention needs the other sequence")
             if kv_cache is not None:
                 raise ValueError("kv_cache is given; cross attention keeps no cache, pass project_keys_values' pair")
-            return self._attend_across(hidden_states, attention_mask, key_value_states)
+            return self._attend_across(hidden_states, attention_mask, key_value_states, overlays)
         if key_value_states is not None:
             raise ValueError("key_value_states is given; self attention (cross=False) allows None")
         if kv_cache is not None:
+            if overlays is not None:
+                raise ValueError("overlays is given with kv_cache; allowed: one of them, a cache has rows of its own")
             with torch.no_grad():
                 return attend_cached(
                     self, hidden_states, attention_mask, position_ids, kv_cache, cache_step, rotary_tables, cache_layer
                 )
         if cache_step is not None:
             raise ValueError("cache_step is given without kv_cache")
-        return self._attend(hidden_states, attention_mask, position_ids, rotary_tables)
+        return self._attend(hidden_states, attention_mask, position_ids, rotary_tables, overlays)
 
     def project_keys_values(self, key_value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the other sequence, to be computed once and passed to many calls: (B, S, kv_heads, D)."""
@@ -228,6 +235,7 @@ class Attention(nn.Module):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         rotary_tables: RotaryTables | None,
+        overlays: Overlays | None,
     ) -> Tensor:
         check_call(hidden_states, (3,))
         length = hidden_states.shape[1]
@@ -242,13 +250,14 @@ class Attention(nn.Module):
             rotary_tables = self.rotary(position_ids, length if self.rotary.depends_on_length else None)
         q, k = self._position(q, k, rotary_tables)
         mask = expand_mask(attention_mask, hidden_states.shape[0], length)
-        return self._merge(q, k, v, mask)
+        return self._merge(q, k, v, mask, overlays)
 
     def _attend_across(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         key_value_states: Tensor | tuple[Tensor, Tensor],
+        overlays: Overlays | None,
     ) -> Tensor:
         check_call(hidden_states, (3,))
         check_key_values(key_value_states, hidden_states, self.num_kv_heads, self.head_dim)
@@ -259,7 +268,7 @@ class Attention(nn.Module):
             key_value_states = self.project_keys_values(key_value_states)
         k, v = key_value_states
         mask = expand_mask(attention_mask, hidden_states.shape[0], k.shape[1])
-        return self._merge(q, k, v, mask)
+        return self._merge(q, k, v, mask, overlays)
 
     def _attend_step(
         self,
@@ -343,7 +352,9 @@ class Attention(nn.Module):
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
 
-    def _merge(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _merge(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, overlays: Overlays | None) -> Tensor:
+        packed = overlays if overlays is not None else _NO_OVERLAYS
+        layout = layout_part(self.block_layout, self.spec.block_size, q.shape[1], k.shape[1])
         out, _ = attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -352,7 +363,10 @@ class Attention(nn.Module):
             mask=mask,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q.device),
-            block_mask=layout_part(self.block_layout, self.spec.block_size, q.shape[1], k.shape[1]),
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_k=packed.cu_seqlens_k,
+            image_ids=packed.image_ids,
+            block_mask=packed.block_mask if layout is None else layout,
             dropout_p=self.config.dropout if self.training else 0.0,
             strategy=self.strategy,
         )
