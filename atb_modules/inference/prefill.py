@@ -42,7 +42,7 @@ def prefill(model: DecoderModel, cache: KVCacheManager, prompts: list[list[int]]
     for counts in chunks([len(p) - d for p, d in zip(prompts, done, strict=True)], chunk_size):
         tokens = [token for p, d, n in zip(prompts, done, counts, strict=True) for token in p[d : d + n]]
         ids = torch.tensor(tokens, device=model.device)
-        hidden = model.run_packed(ids, cache.step(counts), cache)
+        hidden = model.run_packed(model.embed_tokens(ids), cache.step(counts), cache)
         end = 0
         for row, count in enumerate(counts):
             end += count
