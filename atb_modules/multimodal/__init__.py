@@ -1,0 +1,1 @@
+"""Vision and text together: attention, towers, projectors, joining, models."""
