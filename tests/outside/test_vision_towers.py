@@ -1,0 +1,185 @@
+"""Every tower against transformers' own module with the same weights: tokens and gradients, packed and alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+
+from atb_modules.convert.source import ConfigSource
+from atb_modules.convert.vision import load_vision_tower, vision_family_of
+from atb_modules.multimodal.vision import pack_images
+from atb_modules.testing import fresh_generator
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 24, "patch_size": 8}
+QWEN = {"depth": 4, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+FIXED = {
+    "clip": (tf.CLIPVisionConfig, tf.CLIPVisionModel, {**SMALL, "intermediate_size": 48}),
+    "siglip": (tf.SiglipVisionConfig, tf.SiglipVisionModel, {**SMALL, "image_size": 29, "intermediate_size": 48}),
+}
+
+
+def _qwen_models():
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as M25
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionConfig as C25
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel as M2
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionConfig as C2
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig as C3
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as M3
+
+    wide = {"hidden_size": 32, "intermediate_size": 44, "out_hidden_size": 16}
+    return {
+        "qwen2_vl": (C2, M2, {**QWEN, "embed_dim": 32, "hidden_size": 16, "mlp_ratio": 2}),
+        "qwen2_5_vl": (C25, M25, {**QWEN, **wide, "window_size": 16, "fullatt_block_indexes": [1, 3]}),
+        "qwen3_vl": (
+            C3,
+            M3,
+            {**QWEN, **wide, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        ),
+    }
+
+
+QWENS = _qwen_models()
+
+
+def build(entry, seed=0):
+    config_class, model_class, options = entry
+    torch.manual_seed(seed)
+    model = model_class(config_class(**options)).eval()
+    for parameter in model.parameters():  # transformers starts some at 0, which would hide a wrong place
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.5)
+    return model
+
+
+def tower_of(model, tmp_path, **options):
+    model.save_pretrained(tmp_path)
+    return load_vision_tower(tmp_path, **options)
+
+
+def packed_images(generator, factor=8, channels=3):
+    sizes = [(2, 3), (1, 1), (4, 2), (5, 5)]
+    images = [torch.randn(channels, factor * h, factor * w, generator=generator) for h, w in sizes]
+    images.insert(2, torch.randn(3, channels, factor, 2 * factor, generator=generator))  # a video of 3 frames
+    return images
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def same_gradients(model, tower, family):
+    """Gradients of all parameters that the tower keeps, by the file's names."""
+    with torch.no_grad():  # the slots are views of the parameters, so gradients put there come out under their names
+        for parameter in tower.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    grads = family.slots(tower)
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    checked = 0
+    for name, grad in theirs.items():
+        if name in grads:
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_tower_gives_the_last_hidden_state_without_prefix_tokens(name, tmp_path):
+    model = build(FIXED[name])
+    tower = tower_of(model, tmp_path)
+    size = model.config.image_size
+    pixels = torch.randn(2, 3, size, size, generator=fresh_generator())
+    theirs = model(pixels).last_hidden_state[:, tower.num_prefix_tokens :]
+    ours = tower(pixels)
+    assert ours.shape == theirs.shape == (2, (size // 8) ** 2, tower.out_channels)
+    close(ours, theirs)
+    weight = torch.randn(ours.shape, generator=fresh_generator())
+    (theirs * weight).sum().backward()
+    (ours * weight).sum().backward()
+    same_gradients(model, tower, vision_family_of(model.config.model_type))
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("select", [-1, -2, 0, 2, [-2, 1], -4])
+def test_selected_layers_are_those_of_transformers_hidden_states(name, select, tmp_path):
+    model = build(FIXED[name])
+    tower = tower_of(model, tmp_path, select_layer=select)
+    pixels = torch.randn(2, 3, model.config.image_size, model.config.image_size, generator=fresh_generator())
+    states = model(pixels, output_hidden_states=True).hidden_states
+    chosen = [select] if isinstance(select, int) else select
+    theirs = torch.cat([states[i] for i in chosen], dim=-1)[:, tower.num_prefix_tokens :]
+    assert tower.out_channels == theirs.shape[-1]
+    close(tower(pixels), theirs)
+    normed = tower_of(model, tmp_path, select_layer=select, final_norm=True)
+    theirs = torch.cat([model.post_layernorm(states[i]) for i in chosen], dim=-1)
+    close(normed(pixels), theirs[:, tower.num_prefix_tokens :])
+
+
+def fed_order(model, theirs, grid):
+    """Qwen2.5-VL returns its tokens window after window."""
+    if not hasattr(model, "window_size"):
+        return theirs
+    from transformers.vision_utils import get_vision_window_index
+
+    index, _ = get_vision_window_index(grid, model.spatial_merge_size, model.window_size, model.patch_size)
+    unit = model.spatial_merge_unit
+    return theirs.unflatten(0, (-1, unit))[index.argsort()].flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_a_packed_tower_gives_the_tokens_before_the_merger(name, tmp_path):
+    model = build(QWENS[name])
+    tower = tower_of(model, tmp_path)
+    pixels, grid = pack_images(packed_images(fresh_generator()), 4, merge_size=2, temporal_patch_size=2)
+    theirs = fed_order(model, model(pixels, grid).last_hidden_state, grid)
+    ours = tower(pixels, grid)
+    assert ours.shape == theirs.shape == (pixels.shape[0], 32)
+    close(ours, theirs)
+    weight = torch.randn(ours.shape, generator=fresh_generator())
+    (theirs * weight).sum().backward()
+    (ours * weight).sum().backward()
+    same_gradients(model, tower, vision_family_of(model.config.model_type))
+    assert any("merger" in unused for unused in tower.unused_tensors)
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_packed_images_equal_the_same_images_alone_and_leave_each_other_alone(name, tmp_path):
+    tower = tower_of(build(QWENS[name]), tmp_path).requires_grad_(False)
+    images = packed_images(fresh_generator())
+    pixels, grid = pack_images(images, 4, merge_size=2, temporal_patch_size=2)
+    together = tower(pixels, grid)
+    counts = grid.prod(-1).tolist()
+    for image, part in zip(images, together.split(counts), strict=True):
+        close(part, tower(*pack_images([image], 4, merge_size=2, temporal_patch_size=2)))
+    changed = pixels.split(counts)
+    other = tower(torch.cat([changed[0], changed[1] + 1.0, *changed[2:]]), grid)
+    for index, (before, after) in enumerate(zip(together.split(counts), other.split(counts), strict=True)):
+        assert torch.equal(before, after) == (index != 1)
+
+
+def test_deepstack_layers_are_those_that_qwen3_vl_merges(tmp_path):
+    model = build(QWENS["qwen3_vl"])
+    tower = tower_of(model, tmp_path)
+    pixels, grid = pack_images(packed_images(fresh_generator()), 4, merge_size=2, temporal_patch_size=2)
+    output = model(pixels, grid)
+    tokens, kept = tower.forward_intermediates(pixels, grid, model.config.deepstack_visual_indexes)
+    close(tokens, output.last_hidden_state)
+    for merger, state, theirs in zip(model.deepstack_merger_list, kept, output.deepstack_features, strict=True):
+        close(merger(state), theirs)
+
+
+@pytest.mark.parametrize("name", [*FIXED, *QWENS])
+def test_slots_are_views_in_the_files_shapes_and_cover_every_parameter(name):
+    entry = FIXED.get(name) or QWENS[name]
+    model = build(entry)
+    family = vision_family_of(model.config.model_type)
+    tower = family.build(ConfigSource(model.config.to_dict(), "config.json"))
+    slots = family.slots(tower)
+    theirs = dict(model.named_parameters())
+    assert all(slot.shape == theirs[key].shape for key, slot in slots.items())
+    for slot in slots.values():
+        slot.fill_(3.0)
+    assert all(bool((parameter == 3.0).all()) for parameter in tower.parameters())
+    assert sum(slot.numel() for slot in slots.values()) == sum(p.numel() for p in tower.parameters())
+    unused = {key.split(".")[0] for key in theirs if key not in slots}
+    assert unused <= {"head", "merger", "deepstack_merger_list"}
