@@ -96,26 +96,21 @@ def span_index(spans: Sequence[Span], seq_len: int, device: torch.device | str |
     return index.to(device)
 
 
-def merge_features(inputs_embeds: Tensor, features: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
-    """inputs_embeds (batch, seq, hidden) with the features of each image, (length, hidden), at its span.
+def merge_features(inputs_embeds: Tensor, features: Tensor, spans: Sequence[Span]) -> Tensor:
+    """inputs_embeds (batch, seq, hidden) with features (total, hidden), in the order of spans, at their places.
 
     Raises:
-        ValueError: not one tensor a span, or one that is not as long.
+        ValueError: features that are not as many as the spans take, or of another width.
     """
-    if len(features) != len(spans):
-        raise ValueError(f"features has {len(features)} images; spans has {len(spans)}, they must be equal")
-    hidden = inputs_embeds.shape[-1]
-    for span, part in zip(spans, features, strict=True):
-        if tuple(part.shape) != (span.length, hidden):
-            raise ValueError(
-                f"features[{span.item}] has shape {tuple(part.shape)}; row {span.row} has {span.length} placeholders "
-                f"for it, allowed: ({span.length}, {hidden})"
-            )
-    if not spans:
-        return inputs_embeds
+    total, hidden = sum(span.length for span in spans), inputs_embeds.shape[-1]
+    if tuple(features.shape) != (total, hidden):
+        raise ValueError(
+            f"features has shape {tuple(features.shape)}; {len(spans)} spans take ({total}, {hidden}), one feature a "
+            "placeholder"
+        )
     index = span_index(spans, inputs_embeds.shape[1], inputs_embeds.device)
-    joined = torch.cat([part.to(inputs_embeds.dtype) for part in features])
-    return inputs_embeds.flatten(0, 1).index_copy(0, index, joined).reshape(inputs_embeds.shape)
+    flat = inputs_embeds.flatten(0, 1).index_copy(0, index, features.to(inputs_embeds.dtype))
+    return flat.reshape(inputs_embeds.shape)
 
 
 def image_numbers(spans: Sequence[Span], batch: int, seq_len: int, device: torch.device | str | None = None) -> Tensor:

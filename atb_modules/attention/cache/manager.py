@@ -134,6 +134,11 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         return tuple(row.length for row in self._book.rows)
 
     @property
+    def next_positions(self) -> tuple[int, ...]:
+        """Where the next token of each open sequence stands: at its number, or ahead of it (`shift_positions`)."""
+        return tuple(row.length + row.shift_at(row.length) for row in self._book.rows)
+
+    @property
     def page_dtype(self) -> torch.dtype:
         """What the pages hold: `dtype`, or torch.int8 codes."""
         return self._pages[0][0].dtype
