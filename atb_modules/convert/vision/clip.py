@@ -1,9 +1,12 @@
-"""CLIP and SigLIP vision models, as transformers names them."""
+"""CLIP, SigLIP and SigLIP2 NaFlex vision models, as transformers names them."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from atb_modules.convert.source import ConfigSource
-from atb_modules.multimodal.vision import PositionConfig, VisionConfig
+from atb_modules.multimodal.vision import Interpolation, PositionConfig, VisionConfig
 
 from .family import ACTIVATIONS, VisionFamily, no_dropout, one_size, square
 from .names import VisionNames
@@ -62,6 +65,28 @@ def _siglip(config: ConfigSource) -> VisionConfig:
     )
 
 
+def _siglip2(config: ConfigSource) -> VisionConfig:
+    patches = config.count("num_patches", 256)
+    side = math.isqrt(patches)
+    if side * side != patches:
+        raise config.error(f"num_patches is {patches}; allowed: a square number")
+    no_dropout(config, "attention_dropout")
+    return VisionConfig(
+        family="siglip2",
+        hidden_size=config.count("hidden_size", 768),
+        num_layers=config.layers("num_hidden_layers") if config.has("num_hidden_layers") else 12,
+        num_heads=config.count("num_attention_heads", 12),
+        intermediate_size=config.count("intermediate_size", 3072),
+        patch_size=one_size(config, "patch_size", 16),
+        in_channels=config.count("num_channels", 3),
+        mlp_type=config.choice("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS),
+        norm_eps=config.positive("layer_norm_eps", 1e-6),
+        post_norm=True,
+        last_is_normed=True,
+        positions=PositionConfig((side, side), Interpolation("bilinear", antialias=True)),
+    )
+
+
 _CLIP_NAMES = VisionNames(
     layers="encoder.layers.{}.",
     tower={
@@ -83,6 +108,9 @@ _SIGLIP_NAMES = VisionNames(
     },
     layer=LAYER,
 )
+# Its kernel is a Linear's; patches come with the channels last, and the kernel's values lie the same way.
+_SIGLIP2_NAMES = replace(_SIGLIP_NAMES, patch_axes=2)
 
 CLIP = VisionFamily("clip", ("clip_vision_model", "clip"), _clip, lambda _: _CLIP_NAMES)
 SIGLIP = VisionFamily("siglip", ("siglip_vision_model", "siglip"), _siglip, lambda _: _SIGLIP_NAMES)
+SIGLIP2 = VisionFamily("siglip2", ("siglip2_vision_model", "siglip2"), _siglip2, lambda _: _SIGLIP2_NAMES)

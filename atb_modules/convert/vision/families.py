@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from .clip import CLIP, SIGLIP
+from .clip import CLIP, SIGLIP, SIGLIP2
+from .dinov2 import DINOV2, DINOV2_REGISTERS
 from .family import VisionFamily
 from .qwen import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
-VISION_FAMILIES = {family.name: family for family in (CLIP, SIGLIP, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
+_ALL = (CLIP, SIGLIP, SIGLIP2, DINOV2, DINOV2_REGISTERS, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
+VISION_FAMILIES = {family.name: family for family in _ALL}
 
 
 def vision_family_of(model_type: str) -> VisionFamily | None:

@@ -3,7 +3,8 @@
 Checkpoints were trained with different resampling, and none of it can be read from the weights:
 
 family                            mode       antialias   align_corners
-DINOv2, with registers too        bicubic    yes         no
+DINOv2                            bicubic    no          no
+DINOv2 with registers             bicubic    yes         no
 SigLIP2 NaFlex                    bilinear   yes         no
 Qwen3-VL                          bilinear   no          yes
 timm (``resample_abs_pos_embed``) bicubic    yes         no
