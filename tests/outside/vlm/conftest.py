@@ -1,4 +1,4 @@
-"""Small random vision-language models as transformers saves them, and batches of rows with images and videos in them."""
+"""Small random vision-language models as transformers saves them, and batches of rows with images and videos."""
 
 from __future__ import annotations
 
