@@ -2,14 +2,22 @@
 
 from atb_modules.multimodal.attention import (
     CrossAttentionMode,
+    MultiModalAttention,
+    MultiModalConfig,
     MultiModalLayout,
     MultiModalSpec,
+    Sharing,
+    TextStart,
     multimodal_attention,
 )
 
 __all__ = [
     "CrossAttentionMode",
+    "MultiModalAttention",
+    "MultiModalConfig",
     "MultiModalLayout",
     "MultiModalSpec",
+    "Sharing",
+    "TextStart",
     "multimodal_attention",
 ]

@@ -11,7 +11,7 @@ from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import MultiModalTraits
 from atb_modules.multimodal.attention import records  # noqa: F401  (registers the strategies)
 from atb_modules.multimodal.attention.spec import MultiModalLayout, MultiModalSpec
-from atb_modules.multimodal.attention.strategies import QKV, MultiModalCall
+from atb_modules.multimodal.attention.strategies import QKV, MultiModalCall, unpacked
 from atb_modules.overlays import Overlays
 from atb_modules.reach import seen_pairs
 from atb_modules.strategies import AttentionStrategy, parse_enum
@@ -64,7 +64,7 @@ def multimodal_attention(
         layout.check(vision[0].shape[0], text[0].shape[0])
         if layout.cu_vision.device != vision[0].device:
             raise ValueError(f"layout is on {layout.cu_vision.device}; vision is on {vision[0].device}")
-        vision, text = _unpacked(vision), _unpacked(text)
+        vision, text = unpacked(vision), unpacked(text)
     _check_together(vision, text)
     vision, text = autocast(*vision), autocast(*text)
     call = MultiModalCall(vision, text, spec, layout, float(dropout_p), return_lse, inner.value)
@@ -92,11 +92,6 @@ def _checked(name: str, qkv: QKV, layout: MultiModalLayout | None) -> QKV:
             raise ValueError(
                 f"{name}'s {letter} has {tensor.shape[tokens]} tokens; its q has {q.shape[tokens]}, they must be equal"
             )
-    return q, k, v
-
-
-def _unpacked(qkv: QKV) -> QKV:
-    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in qkv)
     return q, k, v
 
 

@@ -99,10 +99,11 @@ def native_pair(parts: Sequence[tuple[AttentionSpec, AttentionTraits]], strategy
 
 def three_call(call: MultiModalCall) -> Results:
     """Each modality over itself and, where the mode says so, over the other; merged exactly."""
-    return *_vision_split(call), *_text_split(call)
+    return *vision_part(call), *text_part(call)
 
 
-def _vision_split(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
+def vision_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
+    """Vision over its image and, where it sees it, over text: (out, lse)."""
     layout = call.layout
     images = None if layout is None else Overlays(layout.images, layout.images)
     if not call.spec.vision_sees_text:
@@ -111,7 +112,8 @@ def _vision_split(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
     return call.pair(call.vision, call.text, call.spec.full, images, across)
 
 
-def _text_split(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
+def text_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
+    """Text over text and, where it sees it, over vision: (out, lse)."""
     layout = call.layout
     samples = None if layout is None else Overlays(layout.cu_text, layout.cu_text)
     if not call.spec.text_sees_vision:
@@ -136,11 +138,11 @@ def prefix(call: MultiModalCall) -> Results:
     if joined_vision:
         vision = call.one(call.vision[0], keys, values, spec.full, vision_starts, call.need_lse)
     else:
-        vision = _vision_split(call)
+        vision = vision_part(call)
     if spec.text_sees_vision:
         text = call.one(call.text[0], keys, values, spec.text, text_starts, call.need_lse)
     else:
-        text = _text_split(call)
+        text = text_part(call)
     return *vision, *text
 
 
@@ -158,6 +160,12 @@ def side_by_side(call: MultiModalCall) -> tuple[Tensor, Tensor, Tensor | None]:
     order = torch.empty_like(now).scatter_(0, now + before, now)
     starts = call.layout.cu_vision + call.layout.cu_text
     return keys.index_select(2, order), values.index_select(2, order), starts
+
+
+def unpacked(qkv: QKV) -> QKV:
+    """Packed (tokens, heads, head_dim) as (1, heads, tokens, head_dim)."""
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in qkv)
+    return q, k, v
 
 
 def sample_of(starts: Tensor, total: int) -> Tensor:
