@@ -10,6 +10,7 @@ from atb_modules.multimodal.attention import (
     TextStart,
     multimodal_attention,
 )
+from atb_modules.multimodal.layer import MultiModalTransformerLayer
 
 __all__ = [
     "CrossAttentionMode",
@@ -17,6 +18,7 @@ __all__ = [
     "MultiModalConfig",
     "MultiModalLayout",
     "MultiModalSpec",
+    "MultiModalTransformerLayer",
     "Sharing",
     "TextStart",
     "multimodal_attention",

@@ -89,8 +89,7 @@ def gather_tokens(
 ) -> tuple[Tokens, Tokens, MultiModalLayout | None]:
     """The tokens of both modalities, packed where rows have padding, several images, or where ``pack`` asks for it."""
     check_type("layout", layout, MultiModalLayout, optional=True)
-    dims = 3 if layout is None else 2
-    vision, text = _both(vision, text, dims, hidden_size)
+    vision, text = both_streams(vision, text, hidden_size, packed=layout is not None)
     if layout is not None:
         extras = (vision_mask, text_mask, vision_lengths, text_lengths, image_lengths)
         if any(extra is not None for extra in extras):
@@ -113,24 +112,23 @@ def gather_tokens(
     return Tokens("vision", vision, vision_real), Tokens("text", text, text_real), layout
 
 
-def _both(vision: Tensor | None, text: Tensor | None, dims: int, hidden_size: int) -> tuple[Tensor, Tensor]:
-    """Two tensors; a modality that is not there has no tokens."""
-    words = f"({'batch, ' if dims == 3 else ''}tokens, {hidden_size})"
-    if vision is None and text is None:
+def both_streams(
+    vision: Tensor | None, text: Tensor | None, hidden_size: int, packed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Two tensors of tokens; a modality that is None has none. Raises where they are not of the shape asked for."""
+    words = f"({'' if packed else 'batch, '}tokens, {hidden_size})"
+    given = text if text is not None else vision
+    if given is None:
         raise ValueError(f"vision and text are None; allowed: at least one tensor {words}")
     for name, states in (("vision", vision), ("text", text)):
         if states is None:
             continue
         check_floating(name, states, f"a tensor {words}")
-        if states.dim() != dims or states.shape[-1] != hidden_size:
-            more = " with a layout" if dims == 2 else ", or packed (tokens, hidden) with a layout"
+        if states.dim() != (2 if packed else 3) or states.shape[-1] != hidden_size:
+            more = " with a layout" if packed else ", or packed (tokens, hidden) with a layout"
             raise ValueError(f"{name} has shape {tuple(states.shape)}; allowed: {words}{more}")
-    if vision is None:
-        assert text is not None
-        vision = text.new_empty(*text.shape[:-2], 0, hidden_size)
-    elif text is None:
-        text = vision.new_empty(*vision.shape[:-2], 0, hidden_size)
-    assert text is not None
+    nothing = given.new_empty(*given.shape[:-2], 0, hidden_size)
+    vision, text = (nothing if states is None else states for states in (vision, text))
     if vision.device != text.device:
         raise ValueError(f"vision is on {vision.device}; text is on {text.device}, they must be equal")
     return vision, text

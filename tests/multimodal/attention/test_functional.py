@@ -22,7 +22,13 @@ from .formula import MODES, truth, visible
 
 #: vision tokens, text tokens, heads, key heads, channels
 SIZES = [(9, 21, 4, 2, 16), (65, 130, 3, 3, 20), (33, 1, 4, 1, 72), (1, 70, 2, 2, 8)]
+#: each strategy by the kernels that AUTO takes for such sizes, and by our C++ ones
 STRATEGIES = [kernel.strategy.value for kernel in kernels("multimodal_attention")] + ["auto"]
+WAYS = [(word, "auto") for word in STRATEGIES] + [(word, "cpu") for word in ("three_call", "prefix", "unified")]
+
+
+def by(way):
+    return dict(zip(("strategy", "attention_strategy"), way, strict=True))
 
 
 def draw(generator, vision, text, heads=4, kv_heads=2, dim=16, dtype=torch.float32, batch=None):
@@ -42,9 +48,9 @@ def wide(sides):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_equals_one_softmax_under_one_mask(strategy, mode, sizes):
+def test_equals_one_softmax_under_one_mask(way, mode, sizes):
     vision_len, text_len, heads, kv_heads, dim = sizes
     generator = fresh_generator()
     for spec in (MultiModalSpec(mode), MultiModalSpec(mode, text_causal=False, scale=0.3, softcap=4.0)):
@@ -53,7 +59,7 @@ def test_equals_one_softmax_under_one_mask(strategy, mode, sizes):
         golden = truth(*golden_sides, spec, visible(spec, vision_len, text_len))
         mine = [tuple(t.clone().requires_grad_() for t in side) for side in sides]
         with poisoned_memory():
-            found = multimodal_attention(*mine, spec, return_lse=True, strategy=strategy)
+            found = multimodal_attention(*mine, spec, return_lse=True, **by(way))
             weights = [torch.randn(t.shape, generator=generator) for t in found]
             leaves, golden_leaves = [*mine[0], *mine[1]], [*golden_sides[0], *golden_sides[1]]
             loss = sum((t * w).sum() for t, w in zip(found, weights, strict=True))
@@ -67,20 +73,20 @@ def test_equals_one_softmax_under_one_mask(strategy, mode, sizes):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_dtypes_within_the_rules_of_parity(strategy, mode, dtype):
+def test_half_dtypes_within_the_rules_of_parity(way, mode, dtype):
     generator = fresh_generator()
     spec = MultiModalSpec(mode)
     sides = draw(generator, 40, 90, dtype=dtype, batch=1)
     mask = visible(spec, 40, 90)
     golden = truth(*wide(sides), spec, mask)
     q, k, v = (torch.cat(parts, 2) for parts in zip(*sides, strict=True))
-    found = multimodal_attention(*sides, spec, return_lse=True, strategy=strategy)
+    found = multimodal_attention(*sides, spec, return_lse=True, **by(way))
     assert found[0].dtype == found[1].dtype == dtype
     plain = partial(plain_attention, q, k, v, spec.full, mask=mask)
     got, want = torch.cat(found[:2], 2), torch.cat(golden[:2], 2).detach()
-    assert_parity(got, want, summation_orders(plain), reduction=130, what=f"{strategy} {mode}")
+    assert_parity(got, want, summation_orders(plain), reduction=130, what=f"{way} {mode}")
     for got, want in zip(found[2:], golden[2:], strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=2e-2)
@@ -121,13 +127,13 @@ def layout_of(samples):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("case", RAGGED)
-def test_ragged_samples_and_images(case, strategy, mode):
-    check_ragged(RAGGED[case], strategy, mode)
+def test_ragged_samples_and_images(case, way, mode):
+    check_ragged(RAGGED[case], way, mode)
 
 
-def check_ragged(samples, strategy, mode):
+def check_ragged(samples, way, mode):
     generator = fresh_generator()
     spec = MultiModalSpec(mode)
     layout = layout_of(samples)
@@ -135,7 +141,7 @@ def check_ragged(samples, strategy, mode):
     golden_sides = wide(sides)
     golden = packed_truth(golden_sides, spec, samples)
     mine = [tuple(t.clone().requires_grad_() for t in side) for side in sides]
-    found = multimodal_attention(*mine, spec, layout=layout, return_lse=True, strategy=strategy)
+    found = multimodal_attention(*mine, spec, layout=layout, return_lse=True, **by(way))
     for got, want in zip(found, golden, strict=True):
         assert got.shape == want.shape and got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, atol=4e-6, rtol=4e-6)
@@ -152,23 +158,23 @@ def check_ragged(samples, strategy, mode):
 @given(
     samples=st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.integers(0, 11)), min_size=1, max_size=4),
     mode=st.sampled_from(MODES),
-    strategy=st.sampled_from(["three_call", "prefix"]),
+    way=st.sampled_from(WAYS),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_ragged_batch(samples, mode, strategy):
-    check_ragged(samples, strategy, mode)
+def test_any_ragged_batch(samples, mode, way):
+    check_ragged(samples, way, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("sizes", [(0, 5), (6, 0), (0, 0)], ids=str)
-def test_a_modality_without_tokens(sizes, strategy, mode):
+def test_a_modality_without_tokens(sizes, way, mode):
     generator = fresh_generator()
     spec = MultiModalSpec(mode)
     sides = wide(draw(generator, *sizes, batch=2))
     golden = truth(*sides, spec, visible(spec, *sizes))
     mine = [tuple(t.detach().float().requires_grad_() for t in side) for side in sides]
-    found = multimodal_attention(*mine, spec, return_lse=True, strategy=strategy)
+    found = multimodal_attention(*mine, spec, return_lse=True, **by(way))
     for got, want in zip(found, golden, strict=True):
         torch.testing.assert_close(got.double(), want, atol=4e-6, rtol=4e-6)
     (found[0].sum() + found[1].sum()).backward()
@@ -195,19 +201,19 @@ def test_gradcheck_in_float64(strategy, mode):
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_another_sample_changes_no_bit(strategy):
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_another_sample_changes_no_bit(way):
     generator = fresh_generator()
     layout = layout_of([([7, 30], 70), ([20], 40), ([5], 90)])
     sides = draw(generator, 62, 200)
     spec = MultiModalSpec("both")
-    before = multimodal_attention(*sides, spec, layout=layout, return_lse=True, strategy=strategy)
-    again = multimodal_attention(*sides, spec, layout=layout, return_lse=True, strategy=strategy)
+    before = multimodal_attention(*sides, spec, layout=layout, return_lse=True, **by(way))
+    again = multimodal_attention(*sides, spec, layout=layout, return_lse=True, **by(way))
     for t in sides[0]:
         t[37:57] = torch.randn(20, *t.shape[1:], generator=generator) * 3
     for t in sides[1]:
         t[70:110] = torch.randn(40, *t.shape[1:], generator=generator) * 3
-    after = multimodal_attention(*sides, spec, layout=layout, return_lse=True, strategy=strategy)
+    after = multimodal_attention(*sides, spec, layout=layout, return_lse=True, **by(way))
     assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
     kept = [[*range(37), *range(57, 62)], [*range(70), *range(110, 200)]]
     for old, new, rows in zip(before[:2], after[:2], kept, strict=True):
@@ -215,16 +221,16 @@ def test_another_sample_changes_no_bit(strategy):
         assert not torch.equal(old, new)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strided_and_expanded_inputs(strategy):
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_strided_and_expanded_inputs(way):
     generator = fresh_generator()
     spec = MultiModalSpec("both")
     sides = draw(generator, 12, 30, batch=2)
     sides[1] = (sides[1][0], *(t[:1].expand(2, -1, -1, -1) for t in sides[1][1:]))
     odd = [tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in sides[0]), list(sides[1])]
     odd[1][0] = odd[1][0].transpose(-1, -2).contiguous().transpose(-1, -2)
-    want = multimodal_attention(*(tuple(t.contiguous() for t in side) for side in sides), spec, strategy=strategy)
-    got = multimodal_attention(odd[0], tuple(odd[1]), spec, strategy=strategy)
+    want = multimodal_attention(*(tuple(t.contiguous() for t in side) for side in sides), spec, **by(way))
+    got = multimodal_attention(odd[0], tuple(odd[1]), spec, **by(way))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6)
 
