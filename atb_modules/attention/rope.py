@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
+from atb_modules.attention.mrope import axis_of_frequency, checked_section
 from atb_modules.attention.rope_scaling import RotaryScaling, attention_factor, scaled_frequencies
 from atb_modules.checks import (
     check_bool,
@@ -47,6 +48,9 @@ class RotaryConfig:
             to the nearest int.
         scaling: a ``RotaryScaling``, or None.
         frequency_factors: one divisor a frequency, as some checkpoints carry them in a tensor; None for none.
+        mrope_section: for positions of several axes (M-RoPE: time, height, width), how many frequencies each axis
+            turns, rotary_dim / 2 in all; None where positions have one axis. Qwen2-VL, section 2.1.
+        mrope_interleaved: whether the axes take turns (Qwen3-VL: T H W T H W ... T T), else each takes a run.
         strategy: a ``RotaryStrategy`` or its word.
     """
 
@@ -55,6 +59,8 @@ class RotaryConfig:
     partial_factor: float = 1.0
     scaling: RotaryScaling | None = None
     frequency_factors: tuple[float, ...] | None = None
+    mrope_section: tuple[int, ...] | None = None
+    mrope_interleaved: bool = False
     strategy: str = "auto"
 
     def __post_init__(self) -> None:
@@ -65,6 +71,7 @@ class RotaryConfig:
         check_type("scaling", self.scaling, RotaryScaling, optional=True)
         factors = numbers("frequency_factors", self.frequency_factors, optional=True)
         object.__setattr__(self, "frequency_factors", factors)
+        object.__setattr__(self, "mrope_section", checked_section(self.mrope_section, self.mrope_interleaved))
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels that are rotated."""
@@ -91,6 +98,11 @@ class RotaryEmbedding(nn.Module):
         factors = self.config.frequency_factors
         if factors is not None and len(factors) != self.rotary_dim // 2:
             raise ValueError(f"frequency_factors has {len(factors)} numbers; allowed: {self.rotary_dim // 2}")
+        self.axis_of_frequency = None
+        if self.config.mrope_section is not None:
+            self.axis_of_frequency = axis_of_frequency(
+                self.config.mrope_section, self.config.mrope_interleaved, self.rotary_dim // 2
+            )
         scaling = self.config.scaling
         self.attention_factor = attention_factor(scaling)
         if not self.attention_factor <= torch.finfo(torch.float32).max:
@@ -121,11 +133,13 @@ class RotaryEmbedding(nn.Module):
             values = [value / factor for value, factor in zip(values, factors, strict=True)]
         return tuple(values)
 
-    def forward(self, position_ids: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor, length: int | None = None, *, axes: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin of every position.
 
         Args:
             position_ids: integers of any shape.
+            axes: whether the first axis of position_ids holds one position an axis of ``mrope_section``; it is gone
+                from the result. Without it, all axes have the same positions, as text has them.
             length: tokens of the longest sequence; needed by dynamic NTK and LongRoPE alone, where None takes the
                 greatest position plus one (which reads it from the device).
 
@@ -144,11 +158,22 @@ class RotaryEmbedding(nn.Module):
             frequencies = self.frequencies(length)
         inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=position_ids.device)
         # Products, cosines and sines are not on autocast's lists: they stay float32.
-        angles = position_ids.to(torch.float32).unsqueeze(-1) * inv_freq
+        positions = position_ids.to(torch.float32)
+        positions = self._by_frequency(positions) if axes else positions.unsqueeze(-1)
+        angles = positions * inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
+
+    def _by_frequency(self, positions: Tensor) -> Tensor:
+        """Positions (axes, ...) as (..., frequencies): each frequency turns by the position of its axis."""
+        if self.axis_of_frequency is None:
+            raise ValueError("axes is True and mrope_section None; allowed: a RotaryConfig with mrope_section")
+        count = len(self.config.mrope_section or ())
+        if not positions.dim() or positions.shape[0] != count:
+            raise ValueError(f"position_ids has shape {tuple(positions.shape)}; allowed: ({count}, ...), one an axis")
+        return positions.movedim(0, -1)[..., torch.tensor(self.axis_of_frequency, device=positions.device)]
 
     def extra_repr(self) -> str:
         scaling = self.config.scaling

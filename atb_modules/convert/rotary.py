@@ -14,7 +14,8 @@ from atb_modules.attention.rope_scaling import RotaryScaling
 
 from .source import ConfigSource
 
-_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+# "mrope" is an old word for plain frequencies whose positions have several axes.
+_TYPES = ("default", "mrope", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 def rotary_by_kind(
@@ -55,7 +56,7 @@ def _rotary(source: ConfigSource, values: dict[str, Any], base: float) -> Rotary
         base=nested.number("rope_theta", base),
         partial_factor=nested.number("partial_rotary_factor", source.number("partial_rotary_factor", 1.0)),
     )
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return rotary
     return replace(rotary, scaling=_scaling(source, nested, kind))
 

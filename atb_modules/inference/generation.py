@@ -14,6 +14,7 @@ from atb_modules.checks import LARGEST_COUNT, check_int
 from .fitting import check_cache
 from .plan import DecodeStep
 from .prefill import prefill
+from .prompt import Prompt
 from .prompts import PromptLike, read_prompts
 from .sampling import Sampler
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
 
 TokenCallback = Callable[[int, int], None]
+PromptReader = Callable[[list[list[int]]], list[Prompt]]
 
 
 def generate(
@@ -39,6 +41,7 @@ def generate(
     on_token: TokenCallback | None = None,
     prefill_chunk_size: int | None = None,
     cache: KVCacheManager | None = None,
+    as_prompts: PromptReader | None = None,
 ) -> Tensor | list[int] | list[list[int]]:
     """Continues prompts; greedy unless temperature, top_k or top_p is given.
 
@@ -57,6 +60,7 @@ def generate(
         prefill_chunk_size: most prompt tokens in one pass; None for the model's `inference_config`.
         cache: a cache of this model's shape to work in, whose registered prefixes are used and added to, and
             in which no sequence is left open; None for one that is as large as this call needs.
+        as_prompts: makes the rows of token ids, their padding gone, into `Prompt`s with images; None for text alone.
 
     Returns:
         Prompt and new tokens in the form of `ids`.
@@ -89,7 +93,7 @@ def generate(
         chunk = options.prefill_chunk_size if prefill_chunk_size is None else prefill_chunk_size
         with torch.inference_mode():
             try:
-                logits = _prefill_rows(model, cache, prompts.rows, chunk, shared)
+                logits = _prefill_rows(model, cache, _prompts_of(prompts.rows, as_prompts), chunk, shared)
                 _decode(model, cache, logits, new, sampler, ends, max_new_tokens, on_token)
             finally:
                 cache.begin(0)
@@ -98,21 +102,27 @@ def generate(
     return prompts.joined(new, pad_token_id)
 
 
+def _prompts_of(rows: list[list[int]], as_prompts: PromptReader | None) -> list[Prompt]:
+    return [Prompt(row) for row in rows] if as_prompts is None else as_prompts(rows)
+
+
 def _prefill_rows(
-    model: DecoderModel, cache: KVCacheManager, rows: list[list[int]], chunk: int | None, shared: bool
+    model: DecoderModel, cache: KVCacheManager, rows: list[Prompt], chunk: int | None, shared: bool
 ) -> Tensor:
     """Logits of the last token of every row; equal prompts are computed once and forked."""
-    distinct: dict[tuple[int, ...], int] = {}
-    order = [distinct.setdefault(tuple(row), len(distinct)) for row in rows]
-    prompts = [list(row) for row in distinct]
-    if not model.inference_config.enable_kv_cache_opt:
-        order, prompts = list(range(len(rows))), rows
-    for prompt in prompts:
-        cache.join_prefix(prompt[:-1])
+    order, prompts = list(range(len(rows))), rows
+    if model.inference_config.enable_kv_cache_opt:
+        places: dict[object, int] = {}
+        order = [places.setdefault(row.key, len(places)) for row in rows]
+        prompts = [rows[order.index(place)] for place in range(len(places))]
+    for row, prompt in enumerate(prompts):
+        cache.join_prefix(prompt.tokens[:-1], images=prompt.images_before(len(prompt.tokens) - 1))
+        for begin, shift in prompt.shifts:
+            cache.shift_positions(row, begin, shift)
     logits = prefill(model, cache, prompts, chunk)
     if shared:
         for row, prompt in enumerate(prompts):
-            cache.register_prefix(row, prompt)
+            cache.register_prefix(row, prompt.tokens, images=prompt.images)
     if len(prompts) < len(rows):
         cache.reorder(order)
         logits = logits[torch.tensor(order, device=logits.device)]

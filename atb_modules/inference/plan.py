@@ -42,10 +42,12 @@ class RotaryTable:
         longest = step.max_kv_length
         if self.rotary.depends_on_length:
             return self.rotary(step.positions, longest)
+        if step.shifted:
+            longest = int(step.positions.max()) + 1
         if longest > self.cos.shape[0]:
             size = -(-longest // _TABLE_STEP) * _TABLE_STEP
             self.cos, self.sin = self.rotary(torch.arange(size))
-        if len(step.past_lengths) == 1:
+        if len(step.past_lengths) == 1 and not step.shifted:
             position = step.past_lengths[0]
             return self.cos.narrow(0, position, 1), self.sin.narrow(0, position, 1)
         return self.cos.index_select(0, step.positions), self.sin.index_select(0, step.positions)
@@ -114,4 +116,4 @@ class DecodeStep:
         step = self.cache.step(1)
         if self._native is not None:
             return self._native(ids, step)
-        return self.model.head(self.model.run_packed(ids, step, self.cache))
+        return self.model.head(self.model.run_packed(self.model.embed_tokens(ids), step, self.cache))

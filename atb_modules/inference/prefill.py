@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from atb_modules.attention import KVCacheManager
+
+from .prompt import Prompt, packed_piece
 
 if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
@@ -31,22 +33,23 @@ def chunks(lengths: list[int], size: int | None) -> Iterator[list[int]]:
         yield counts
 
 
-def prefill(model: DecoderModel, cache: KVCacheManager, prompts: list[list[int]], chunk_size: int | None) -> Tensor:
+def prefill(model: DecoderModel, cache: KVCacheManager, prompts: Sequence[Prompt], chunk_size: int | None) -> Tensor:
     """Computes what is missing of each row's prompt into the cache; logits (rows, vocab_size) of the last
     tokens.
 
     Row i of the cache holds the first tokens of prompt i already (shared pages), and never all of them.
     """
     done = list(cache.lengths)
+    for prompt, begin in zip(prompts, done, strict=True):
+        prompt.prepare(begin)
     last: dict[int, Tensor] = {}
-    for counts in chunks([len(p) - d for p, d in zip(prompts, done, strict=True)], chunk_size):
-        tokens = [token for p, d, n in zip(prompts, done, counts, strict=True) for token in p[d : d + n]]
-        ids = torch.tensor(tokens, device=model.device)
-        hidden = model.run_packed(ids, cache.step(counts), cache)
+    for counts in chunks([len(p.tokens) - d for p, d in zip(prompts, done, strict=True)], chunk_size):
+        embeds, positions, deepstack = packed_piece(model, prompts, done, counts)
+        hidden = model.run_packed(embeds, cache.step(counts), cache, positions, deepstack)
         end = 0
         for row, count in enumerate(counts):
             end += count
             done[row] += count
-            if count and done[row] == len(prompts[row]):
+            if count and done[row] == len(prompts[row].tokens):
                 last[row] = hidden[end - 1]
     return model.head(torch.stack([last[row] for row in range(len(prompts))]))

@@ -24,6 +24,7 @@ class MLPType(StrEnum):
     GEGLU_TANH = "geglu_tanh"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    QUICK_GELU = "quick_gelu"
     SILU = "silu"
     RELU2 = "relu2"
 

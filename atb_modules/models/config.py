@@ -124,6 +124,12 @@ class ModelConfig:
             check_int(f"eos_token_ids[{index}]", token, 0)
 
     @property
+    def position_axes(self) -> int | None:
+        """Axes of a position where all layers turn by several (M-RoPE), else None."""
+        counts = {len(rotary.mrope_section) if rotary.mrope_section else None for rotary in self.rotary}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
     def expert_size(self) -> int:
         """Channels inside of an expert."""
         return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size

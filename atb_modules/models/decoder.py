@@ -19,10 +19,20 @@ from atb_modules.layer import LayerMode, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import MLPConfig
 from atb_modules.norm import NormConfig, RMSNorm
+from atb_modules.overlays import Overlays
 from atb_modules.strategies import parse_enum
 
 from .config import InferenceConfig, ModelConfig
-from .inputs import IGNORED, check_beside_ids, check_ids, check_position_ids
+from .inputs import (
+    IGNORED,
+    Deepstack,
+    check_beside_ids,
+    check_ids,
+    check_position_ids,
+    check_stream,
+    segment_positions,
+    shifted_labels,
+)
 from .output import ModelOutput
 
 RotaryTables = dict[RotaryConfig, tuple[Tensor, Tensor]]
@@ -155,10 +165,13 @@ class DecoderModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
+        deepstack: Deepstack | None = None,
+        overlays: Overlays | None = None,
         past_key_values: KVCacheManager | None = None,
         labels: Tensor | None = None,
     ) -> ModelOutput:
@@ -168,66 +181,103 @@ class DecoderModel(nn.Module):
             input_ids: integers (B, L).
             attention_mask: (B, L) of bool or 0/1, 1 = real; padding may stand on either side. With a cache
                 it says which of the new tokens are real.
-            position_ids: integers (B, L); default counts the real tokens of a row, from the cache's length
-                on.
+            position_ids: integers (B, L), or (3, B, L) for rotary positions of several axes; default counts the real
+                tokens of a row, from the cache's length on.
+            inputs_embeds: (B, L, hidden_size) in the place of input_ids: what `embed_tokens` gives, images merged in.
+            deepstack: features that join the stream behind the first layers.
+            overlays: packed sequences (B is 1) and images that see both ways, without a cache.
             past_key_values: append to this cache and attend to all of it; its open sequences are the rows.
                 Opened with B empty sequences when none are open. Such a call is not differentiable.
-            labels: int64 or int32 (B, L), ids or -100 = ignored; token i is predicted from those before it.
+            labels: int64 or int32 (B, L), ids or -100 = ignored; token i is predicted from those before it, and the
+                first of a packed sequence from none.
 
         Raises:
             ValueError, TypeError: wrong shape or dtype, ids past the vocabulary, more tokens or positions than
                 `max_positions`, a batch that is not the cache's, a cache that does not fit the model. A call
                 that raises leaves the cache as it was.
         """
-        check_ids("input_ids", input_ids, self.config.vocab_size)
-        check_beside_ids(input_ids, attention_mask, labels, self.config.vocab_size)
+        if (input_ids is None) == (inputs_embeds is None):
+            both = "both are" if input_ids is not None else "neither is"
+            raise ValueError(f"input_ids and inputs_embeds: {both} given; allowed: one of them")
+        if inputs_embeds is None:
+            assert input_ids is not None
+            check_ids("input_ids", input_ids, self.config.vocab_size)
+            if deepstack is not None:
+                raise ValueError("deepstack is given with input_ids; allowed: with inputs_embeds")
+            tokens = input_ids
+        else:
+            check_stream(inputs_embeds, deepstack, self.config.hidden_size, self.config.num_layers)
+            tokens = inputs_embeds[..., 0]
+        check_type("overlays", overlays, Overlays, optional=True)
+        check_beside_ids(tokens, attention_mask, labels, self.config.vocab_size)
         if past_key_values is not None:
             check_cache("past_key_values", past_key_values, self.config, self.device)
+            if overlays is not None:
+                raise ValueError("overlays is given with past_key_values; allowed: one of them")
         if position_ids is not None:
             limit = self.config.max_positions
             limit = limit if past_key_values is None else max(limit, past_key_values.max_seq_len)
-            check_position_ids(position_ids, input_ids.shape, attention_mask, limit)
+            check_position_ids(position_ids, tokens.shape, attention_mask, limit, self.config.position_axes)
+        stream = self.embed_tokens(input_ids) if input_ids is not None else inputs_embeds
+        assert stream is not None
         if past_key_values is not None:
-            logits = self._forward_cached(input_ids, attention_mask, position_ids, past_key_values)
+            logits = self._forward_cached(stream, attention_mask, position_ids, deepstack, past_key_values)
         else:
-            logits = self._forward_dense(input_ids, attention_mask, position_ids)
+            logits = self._forward_dense(stream, attention_mask, position_ids, deepstack, overlays)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().long(), ignore_index=IGNORED
-            )
+            targets = shifted_labels(labels, overlays)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         return ModelOutput(logits, loss, past_key_values)
 
-    def _forward_dense(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        batch, length = input_ids.shape
+    def _forward_dense(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        deepstack: Deepstack | None,
+        overlays: Overlays | None,
+    ) -> Tensor:
+        batch, length = x.shape[:2]
+        packed = None if overlays is None else overlays.cu_seqlens_q
+        longest = length if packed is None else max(packed.diff().tolist(), default=0)
         # An exported program is promised any length; everything else learns where the trained positions end.
-        if not torch.compiler.is_exporting() and length > self.config.max_positions:
-            raise ValueError(f"input_ids has {length} tokens a row; max_positions is {self.config.max_positions}")
+        if not torch.compiler.is_exporting() and longest > self.config.max_positions:
+            raise ValueError(f"input_ids has {longest} tokens a row; max_positions is {self.config.max_positions}")
         if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device).expand(batch, length)
-            if attention_mask is not None:
+            position_ids = torch.arange(length, device=x.device).expand(batch, length)
+            if packed is not None:
+                position_ids = segment_positions(packed, length)
+            elif attention_mask is not None:
                 position_ids = ((attention_mask != 0).long().cumsum(-1) - 1).clamp(min=0)
-        x = self.embed_tokens(input_ids)
-        tables = self.rotary_tables(position_ids, length)
-        for layer, rotary in zip(self.layers, self.config.rotary, strict=True):
-            x = layer(x, attention_mask, position_ids, rotary_tables=tables[rotary])
+        axes = position_ids.dim() == 3
+        tables = self.rotary_tables(position_ids, longest, axes)
+        options = {} if overlays is None else {"overlays": overlays}
+        for index, (layer, rotary) in enumerate(zip(self.layers, self.config.rotary, strict=True)):
+            x = layer(x, attention_mask, None if axes else position_ids, rotary_tables=tables[rotary], **options)
+            if deepstack is not None:
+                x = deepstack.joined(x, index)
         return self.head(self.norm(x))
 
     def _forward_cached(
         self,
-        input_ids: Tensor,
+        x: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        deepstack: Deepstack | None,
         cache: KVCacheManager,
     ) -> Tensor:
         with torch.no_grad():
-            tokens, lengths, real = pack_padded(input_ids.unsqueeze(-1), attention_mask)
+            x, lengths, real = pack_padded(x, attention_mask)
             if position_ids is not None:
-                position_ids = position_ids.expand(input_ids.shape)[real]
+                axes = position_ids.shape[:-2] if position_ids.dim() == 3 else ()
+                position_ids = position_ids.expand(*axes, *real.shape)[..., real]
+            if deepstack is not None:
+                deepstack = deepstack.packed(real)
             with undone_if_refused(cache):
                 if not cache.batch_size:
                     cache.begin(len(lengths))
-                x = self.run_packed(tokens.squeeze(-1), cache.step(lengths), cache, position_ids)
+                x = self.run_packed(x, cache.step(lengths), cache, position_ids, deepstack)
                 return unpack_padded(self.head(x), real)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
@@ -239,23 +289,30 @@ class DecoderModel(nn.Module):
         # Rounded to the embeddings' dtype before it multiplies, as Gemma was trained.
         return x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
-    def rotary_tables(self, position_ids: Tensor, length: int) -> RotaryTables:
-        """cos and sin of the positions, once for all layers that share a setting."""
-        return {config: rotary(position_ids, length) for config, rotary in self.rotary.items()}
+    def rotary_tables(self, position_ids: Tensor, length: int, axes: bool = False) -> RotaryTables:
+        """cos and sin of the positions, once for all layers that share a setting; `axes` as in `RotaryEmbedding`."""
+        return {config: rotary(position_ids, length, axes=axes) for config, rotary in self.rotary.items()}
 
     def run_packed(
         self,
-        tokens: Tensor,
+        x: Tensor,
         step: CacheStep,
         cache: KVCacheManager,
         position_ids: Tensor | None = None,
+        deepstack: Deepstack | None = None,
     ) -> Tensor:
-        """Normed hidden states (T, hidden) of packed tokens (T,), whose keys and values go into the cache."""
+        """Normed hidden states (T, hidden) of packed embeddings x (T, hidden), whose keys and values go into the cache.
+
+        position_ids: (T,), or (3, T) for rotary positions of several axes; default those of the step.
+        """
         positions = step.positions if position_ids is None else position_ids
-        x = self.embed_tokens(tokens)
-        tables = self.rotary_tables(positions, step.max_kv_length)
-        for layer, rotary in zip(self.layers, self.config.rotary, strict=True):
-            x = layer(x, position_ids=positions, cache=cache, cache_step=step, rotary_tables=tables[rotary])
+        axes = positions.dim() == 2
+        tables = self.rotary_tables(positions, step.max_kv_length, axes)
+        options = {"position_ids": None if axes else positions, "cache": cache, "cache_step": step}
+        for index, (layer, rotary) in enumerate(zip(self.layers, self.config.rotary, strict=True)):
+            x = layer(x, rotary_tables=tables[rotary], **options)
+            if deepstack is not None:
+                x = deepstack.joined(x, index)
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:

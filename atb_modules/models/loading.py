@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from atb_modules.checks import check_path
 from atb_modules.convert.checkpoint import Checkpoint, open_checkpoint
+from atb_modules.convert.multimodal.loading import load_multimodal, multimodal_config
 from atb_modules.layer import LayerMode
+from atb_modules.multimodal.model import VisionLanguageModel
 
 from .config import InferenceConfig, check_dtype
 from .decoder import DecoderModel
+from .draws import without_draws
 from .slots import weight_slots
 
 
-class _WithoutDraws(TorchFunctionMode):
-    """Skips `normal_`: weights that are about to be read need no start, and on the meta device the first
-    draw imports torch's decompositions, which takes seconds and 150 MB."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.nn.init.normal_:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> DecoderModel:
-    """The trainable model of a checkpoint.
+def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> DecoderModel | VisionLanguageModel:
+    """The trainable model of a checkpoint: a `DecoderModel`, a `LlavaModel` or a `QwenVLModel`.
 
     Args:
-        path: a directory with config.json and safetensors, or a GGUF file; families in `atb_modules.convert`.
+        path: a directory with config.json and safetensors, or a GGUF file; families in `atb_modules.convert` and
+            `atb_modules.convert.multimodal`.
         dtype: of the parameters; None for that of the checkpoint (float32 for a GGUF).
 
     Raises:
@@ -43,10 +32,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype | None = None) -> Decoder
     """
     check_path("path", path)
     check_dtype(dtype, torch.float64)
+    source = multimodal_config(Path(path))
+    if source is not None:
+        return load_multimodal(Path(path), source, LayerMode.TRAIN, dtype, "flash")
     return _load(open_checkpoint(path), LayerMode.TRAIN, dtype, "flash")
 
 
-def load_inference_model(path: str | Path, config: InferenceConfig | None = None) -> DecoderModel:
+def load_inference_model(path: str | Path, config: InferenceConfig | None = None) -> DecoderModel | VisionLanguageModel:
     """The model of a checkpoint for generating: no gradients, options in `config`; the rest as
     `load_model`.
     """
@@ -55,6 +47,12 @@ def load_inference_model(path: str | Path, config: InferenceConfig | None = None
     if not isinstance(config, InferenceConfig):
         raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
     config.validate()
+    source = multimodal_config(Path(path))
+    if source is not None:
+        mode = LayerMode.INFERENCE
+        multimodal = load_multimodal(Path(path), source, mode, config.dtype, config.attention_type)
+        multimodal.language.inference_config = config
+        return multimodal
     model = _load(open_checkpoint(path), LayerMode.INFERENCE, config.dtype, config.attention_type)
     model.inference_config = config
     return model
@@ -62,7 +60,7 @@ def load_inference_model(path: str | Path, config: InferenceConfig | None = None
 
 def _load(checkpoint: Checkpoint, mode: LayerMode, dtype: torch.dtype | None, attention_type: str) -> DecoderModel:
     dtype = checkpoint.dtype if dtype is None else dtype
-    with _WithoutDraws():
+    with without_draws():
         model = DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, device="meta", dtype=dtype)
     # Memory of its final size is reserved once and written once: nothing is held twice but the piece that is
     # read.

@@ -11,6 +11,8 @@ from torch import Tensor
 from atb_modules.checks import check_path, check_type
 from atb_modules.convert.families import FAMILIES
 from atb_modules.convert.family import hf_name
+from atb_modules.convert.multimodal.loading import save_multimodal
+from atb_modules.multimodal.model import VisionLanguageModel
 
 from .decoder import DecoderModel
 from .hf_config import hf_config
@@ -32,7 +34,7 @@ def family_state_dict(model: DecoderModel) -> dict[str, Tensor]:
     return {hf_name(FAMILIES[name], ours): slot for ours, slot in weight_slots(model).items()}
 
 
-def save_model(model: DecoderModel, directory: str | Path) -> Path:
+def save_model(model: DecoderModel | VisionLanguageModel, directory: str | Path) -> Path:
     """Writes `config.json` and `model.safetensors` into `directory`; returns the path of the second.
 
     Names and values are those of the family: transformers' `from_pretrained` reads the directory, and so does
@@ -40,8 +42,11 @@ def save_model(model: DecoderModel, directory: str | Path) -> Path:
 
     Raises:
         ValueError: the configuration has something that a config.json of the family cannot express, or an index
-            of other weights files is in the directory. Nothing is written then.
+            of other weights files is in the directory; a vision-language model without a `checkpoint_config`. Nothing
+            is written then.
     """
+    if isinstance(model, VisionLanguageModel):
+        return save_multimodal(model, directory)
     check_type("model", model, DecoderModel)
     check_path("directory", directory)
     directory = Path(directory)

@@ -1,4 +1,4 @@
-"""Blocks in which vision and text tokens meet."""
+"""Vision and text together: attention, towers, projectors, joining, models."""
 
 from atb_modules.multimodal.attention import (
     CrossAttentionMode,

@@ -43,7 +43,7 @@ def step_logits(model, prompts, tokens, page_dtype=None):
         counts[row] = len(prompt)
         step = cache.step(counts)
         with torch.no_grad():
-            model.run_packed(torch.tensor(prompt), step, cache)
+            model.run_packed(model.embed_tokens(torch.tensor(prompt)), step, cache)
     with torch.inference_mode():
         road = DecodeStep(model, cache)
         out = [road(tokens), road(tokens[::-1])]

@@ -10,6 +10,7 @@ import torch
 
 from atb_modules.attention import OutOfPagesError
 from atb_modules.inference.prefill import chunks, prefill
+from atb_modules.inference.prompt import Prompt
 from atb_modules.inference.sampling import Sampler
 from atb_modules.models.config import InferenceConfig
 from atb_modules.strategies import use_strategy
@@ -80,12 +81,12 @@ class TestChunks:
         prompt = prompt_of(length)
         whole = model.new_cache(128, page_size=8)
         whole.begin(1)
-        expected = prefill(model, whole, [prompt], None)
+        expected = prefill(model, whole, [Prompt(prompt)], None)
         tokens = model.generate(prompt, 8)
         for size in (1, 7, 32, 1000):
             cache = model.new_cache(128, page_size=8)
             cache.begin(1)
-            logits = prefill(model, cache, [prompt], size)
+            logits = prefill(model, cache, [Prompt(prompt)], size)
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
             assert cache.lengths == (length,)
             for layer in range(2):

@@ -11,6 +11,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from atb_modules.inference.prefill import prefill
+from atb_modules.inference.prompt import Prompt
 from atb_modules.models.config import InferenceConfig
 from atb_modules.models.loading import load_inference_model
 
@@ -75,7 +76,7 @@ def test_logits_alone(ours, prompts, expected, index):
 def test_logits_in_a_ragged_batch(ours, prompts, expected, chunk):
     cache = ours.new_cache(2048, num_pages=64)
     cache.begin(len(prompts))
-    logits = prefill(ours, cache, [prompt.tolist() for prompt in prompts], chunk)
+    logits = prefill(ours, cache, [Prompt(prompt.tolist()) for prompt in prompts], chunk)
     torch.testing.assert_close(logits, torch.stack([e[-1] for e in expected]), atol=1e-3, rtol=0)
     assert cache.lengths == LENGTHS
 

@@ -143,7 +143,7 @@ class PageBook:
             group.table.array[index, blocks:] = -1
             if keep == 0:
                 row.evicted[group.index] = 0
-        row.length = keep
+        row.shorten(keep)
         row.quiet_until = 0
 
     # Steps

@@ -18,22 +18,34 @@ class CachedSequence:
 
     `pages[g][b]` is the page of positions [b * page_size, (b + 1) * page_size) in group g, -1 once it slid
     out of the window; `evicted[g]` counts these. `quiet_until` is the length up to which a step needs no
-    bookkeeping but the length itself: no page boundary, no eviction, no shared page.
+    bookkeeping but the length itself: no page boundary, no eviction, no shared page. `shifts` are pairs
+    (first token, shift), rising: from that token on, positions are ahead of the tokens' numbers by `shift`.
     """
 
-    __slots__ = ("evicted", "length", "pages", "quiet_until")
+    __slots__ = ("evicted", "length", "pages", "quiet_until", "shifts")
 
     def __init__(self, num_groups: int) -> None:
         self.length = 0
         self.pages: list[list[int]] = [[] for _ in range(num_groups)]
         self.evicted = [0] * num_groups
         self.quiet_until = 0
+        self.shifts: list[tuple[int, int]] = []
+
+    def shift_at(self, token: int) -> int:
+        """How far the position of a token is ahead of its number."""
+        return next((shift for begin, shift in reversed(self.shifts) if begin <= token), 0)
+
+    def shorten(self, length: int) -> None:
+        """Forgets all tokens from `length` on; the pages are the book's."""
+        self.length = length
+        self.shifts = [entry for entry in self.shifts if entry[0] <= length]
 
     def copy(self) -> CachedSequence:
         twin = CachedSequence(0)
         twin.length = self.length
         twin.pages = [list(pages) for pages in self.pages]
         twin.evicted = list(self.evicted)
+        twin.shifts = list(self.shifts)
         return twin
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from atb_modules.checks import check_bool
+from atb_modules.checks import check_bool, check_int
 from atb_modules.kernels.pages import KVQuantization, Pages, copy_page, page_bytes
 from atb_modules.strategies import parse_enum
 
@@ -132,6 +132,11 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each open sequence."""
         return tuple(row.length for row in self._book.rows)
+
+    @property
+    def next_positions(self) -> tuple[int, ...]:
+        """Where the next token of each open sequence stands: at its number, or ahead of it (`shift_positions`)."""
+        return tuple(row.length + row.shift_at(row.length) for row in self._book.rows)
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -264,6 +269,19 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         """
         self._changed()
         self._book.let_go()
+
+    def shift_positions(self, row: int, begin: int, shift: int) -> None:
+        """From token `begin` of `row` on, positions are the tokens' numbers plus `shift`, until a later begin.
+
+        M-RoPE gives an image fewer positions than tokens: the text after it stands at its number plus the row's delta.
+        Forks and reordered rows keep the shifts, and a row that is cropped loses those that began later.
+        """
+        row = as_row("row", row, self.batch_size)
+        check_int("begin", begin, 0)
+        check_int("shift", shift, -begin)
+        self._changed()
+        sequence = self._book.rows[row]
+        sequence.shifts = sorted([*(entry for entry in sequence.shifts if entry[0] != begin), (begin, shift)])
 
     # Steps
 

@@ -88,7 +88,7 @@ class StaticBook(PageBook):
         raise ValueError("the cache's policy is 'static', and it keeps no prefix; allowed with policy 'paged'")
 
     def crop(self, index: int, keep: int) -> None:
-        self.rows[index].length = keep
+        self.rows[index].shorten(keep)
 
     def reserve(self, query_lengths: Sequence[int]) -> list[PageCopy]:
         for row, count in zip(self.rows, query_lengths, strict=True):

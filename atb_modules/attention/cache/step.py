@@ -24,9 +24,11 @@ class CacheStep:
         past_lengths: tokens that each row held before the step.
         cu_seqlens_q: int32 (batch + 1,), where each row begins in the packed tokens.
         kv_lengths: int32 (batch,), tokens of each row with the new ones.
-        positions: int64 (total,), absolute position of each packed token.
+        positions: int64 (total,), absolute position of each packed token, shifted as
+            `KVCacheManager.shift_positions` was told.
         max_query_length: largest of `query_lengths`.
         max_kv_length: largest of `kv_lengths`.
+        shifted: whether any row's positions are not the numbers of its tokens.
     """
 
     query_lengths: tuple[int, ...]
@@ -39,6 +41,7 @@ class CacheStep:
     group_slots: tuple[Tensor, ...]
     group_tables: tuple[Tensor, ...]
     layer_groups: tuple[int, ...]
+    shifted: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -97,6 +100,9 @@ class StepBuilder:
             cu_seqlens, positions, slots = self._one_token_each(past)
         else:
             cu_seqlens, positions, slots = self._ragged(past, lengths)
+        shifted = any(row.shifts for row in self._book.rows)
+        if shifted:
+            positions = self._shifted(positions, past, lengths)
         total = [a + b for a, b in zip(past, lengths, strict=True)]
         kv_lengths = torch.tensor(total, dtype=torch.int32)
         tables = [group.table.view(batch) for group in self._book.groups]
@@ -116,7 +122,14 @@ class StepBuilder:
             group_slots=tuple(slots),
             group_tables=tuple(tables),
             layer_groups=self._layer_groups,
+            shifted=shifted,
         )
+
+    def _shifted(self, positions: Tensor, past: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+        ahead: list[int] = []
+        for row, begin, count in zip(self._book.rows, past, lengths, strict=True):
+            ahead += [row.shift_at(token) for token in range(begin, begin + count)]
+        return positions + torch.tensor(ahead, dtype=torch.int64)
 
     def _one_token_each(self, past: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
         size = self._book.page_size

@@ -14,11 +14,13 @@ from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import ActivationTraits, MLPChainTraits
 from atb_modules.strategies import MLPStrategy
 
-#: The activations by name, as the papers write them (SiLU: Elfwing et al.; GELU: Hendrycks and Gimpel; ReLU2: Primer).
+#: The activations by name, as the papers write them (SiLU: Elfwing et al.; GELU, also quick: Hendrycks and Gimpel;
+#: ReLU2: Primer).
 FORMULAS = {
     "silu": lambda x: x / (1.0 + torch.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "gelu_tanh": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1.0 + torch.exp(-1.702 * x)),
     "relu2": lambda x: x.clamp(min=0.0) ** 2,
 }
 

@@ -1,0 +1,112 @@
+"""LlavaModel: a tower, a projector, a decoder. Copy it to make a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from atb_modules.attention import KVCacheManager
+from atb_modules.inference.prompts import PromptLike
+from atb_modules.models.decoder import DecoderModel
+from atb_modules.models.inputs import check_ids
+from atb_modules.models.output import ModelOutput
+from atb_modules.overlays import Overlays
+
+from .model import VisionLanguageModel
+from .placeholders import merge_features
+from .tiling import Tiles, Tiling, WholeImage
+from .vision import VisionTower
+from .visuals import Features
+
+
+class LlavaModel(VisionLanguageModel):
+    """LLaVA (Liu et al. 2023, 2024): the projected tokens of an image stand in the place of its placeholders.
+
+    Args:
+        vision: a tower for images of one size: (tiles, channels, height, width) -> (tiles, patches, channels).
+        projector: (..., channels) -> (..., hidden_size).
+        language: the decoder.
+        image_token_id: the placeholder; a processor puts one for each token of an image.
+        tiling: how an image is cut for the tower and its tokens are put together: ``WholeImage`` (LLaVA 1.5, the
+            default: a token a patch) or ``AnyResolution`` (LLaVA-NeXT).
+
+    Forward and ``generate`` take what transformers' processors return.
+    """
+
+    def __init__(
+        self,
+        vision: VisionTower,
+        projector: nn.Module,
+        language: DecoderModel,
+        *,
+        image_token_id: int,
+        tiling: Tiling | None = None,
+    ) -> None:
+        super().__init__(vision, projector, language, {"image": image_token_id})
+        self.tiling = tiling if tiling is not None else WholeImage(patch_size=vision.patch_size)
+
+    def encode(self, batch: Tiles) -> Features:
+        tokens = self.projector(self.vision(batch.tiles.to(self.language.dtype)))
+        return self.tiling.join(tokens, batch), ()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | Sequence[tuple[int, int]] | None = None,
+        overlays: Overlays | None = None,
+        past_key_values: KVCacheManager | None = None,
+        labels: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits of every token.
+
+        Args:
+            input_ids: integers (batch, seq) with the images' placeholders.
+            attention_mask, position_ids, overlays, past_key_values, labels: see ``DecoderModel.forward``.
+            pixel_values: (images, channels, height, width), in the order of the rows; with tiles (images, tiles,
+                channels, height, width).
+            image_sizes: (images, 2), height and width of each image before it was cut into tiles.
+
+        Raises:
+            ValueError: placeholders and images that do not agree, image by image, before any vision work; and as
+                ``DecoderModel.forward``.
+        """
+        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        images = self.tiling.cut(pixel_values, image_sizes)
+        spans = self._place(input_ids, images.visuals, attention_mask, past_key_values)
+        stream = self.language.embed_tokens(input_ids)
+        if spans:
+            tokens, _ = self.encode(images)
+            stream = merge_features(stream, tokens, spans)
+        return self.language(
+            None,
+            attention_mask,
+            position_ids,
+            inputs_embeds=stream,
+            overlays=overlays,
+            past_key_values=past_key_values,
+            labels=labels,
+        )
+
+    def generate(
+        self,
+        input_ids: PromptLike,
+        max_new_tokens: int,
+        *,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | Sequence[tuple[int, int]] | None = None,
+        **options: Any,
+    ) -> Tensor | list[int] | list[list[int]]:
+        """Continues prompts with images; ``options`` are those of ``DecoderModel.generate``.
+
+        With ``cache=``, pages of a prompt are found again by its tokens and the content of its images: a second
+        question about an image computes neither.
+        """
+        images = self.tiling.cut(pixel_values, image_sizes)
+        return self._generate(input_ids, max_new_tokens, images, attention_mask, options)

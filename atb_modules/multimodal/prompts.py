@@ -1,0 +1,97 @@
+"""VisionPrompt: a row to be prefilled with images in it; their features are computed when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from atb_modules.inference.prompt import Injected, Prompt
+
+from .placeholders import Span
+from .visuals import Features, VisualBatch
+
+if TYPE_CHECKING:
+    from atb_modules.models.decoder import DecoderModel
+
+
+class FeatureReader:
+    """Features of the visuals of a call. All that are wanted when the first is read are encoded in one pass.
+
+    Args:
+        encode: features of all visuals of a batch.
+        batch: the visuals.
+    """
+
+    def __init__(self, encode: Callable[[VisualBatch], Features], batch: VisualBatch) -> None:
+        self.batch = batch
+        self._encode = encode
+        self._wanted: dict[int, None] = {}
+        self._features: dict[int, Features] = {}
+
+    def want(self, items: Sequence[int]) -> None:
+        """These will be read."""
+        self._wanted |= dict.fromkeys(items)
+
+    def __getitem__(self, item: int) -> Features:
+        if item not in self._features:
+            self.want([item])
+            missing = sorted(set(self._wanted) - set(self._features))
+            tokens, deepstack = self._encode(self.batch.select(missing))
+            lengths = [self.batch.visuals[number].length for number in missing]
+            layers = [layer.split(lengths) for layer in deepstack]
+            for place, (number, part) in enumerate(zip(missing, tokens.split(lengths), strict=True)):
+                self._features[number] = part, tuple(layer[place] for layer in layers)
+        return self._features[item]
+
+
+class VisionPrompt(Prompt):
+    """A row of text and visuals.
+
+    Args:
+        tokens: token ids, placeholders included; a placeholder outside of ``spans`` is text.
+        spans: where its visuals stand, in the order of the tokens.
+        reader: their features.
+        position_ids: (axes, tokens), or None where tokens stand at their numbers.
+        shifts: see ``Prompt``.
+    """
+
+    def __init__(
+        self,
+        tokens: list[int],
+        spans: Sequence[Span],
+        reader: FeatureReader,
+        position_ids: Tensor | None = None,
+        shifts: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        super().__init__(tokens, [(span.start, reader.batch.digest(span.item)) for span in spans], shifts)
+        self._spans, self._reader, self._position_ids = list(spans), reader, position_ids
+
+    def prepare(self, begin: int) -> None:
+        self._reader.want([span.item for span in self._spans if span.start + span.length > begin])
+
+    def embeds(self, model: DecoderModel, begin: int, end: int) -> Tensor:
+        embeds = super().embeds(model, begin, end)
+        for span, first, last in self._inside(begin, end):
+            tokens = self._reader[span.item][0][first - span.start : last - span.start]
+            embeds[first - begin : last - begin] = tokens.to(embeds.dtype)
+        return embeds
+
+    def positions(self, begin: int, end: int) -> Tensor | None:
+        return None if self._position_ids is None else self._position_ids[:, begin:end]
+
+    def injected(self, begin: int, end: int) -> Injected | None:
+        index, layers = [], []
+        for span, first, last in self._inside(begin, end):
+            index.append(torch.arange(first - begin, last - begin))
+            layers.append([layer[first - span.start : last - span.start] for layer in self._reader[span.item][1]])
+        if not layers or not layers[0]:
+            return None
+        return torch.cat(index), tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
+
+    def _inside(self, begin: int, end: int) -> list[tuple[Span, int, int]]:
+        """The spans that reach into tokens begin to end, and which of those they are."""
+        parts = [(span, max(begin, span.start), min(end, span.start + span.length)) for span in self._spans]
+        return [part for part in parts if part[1] < part[2]]

@@ -1,0 +1,177 @@
+"""Tiling: how images are cut for a tower of one size, and how its tokens are put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules.checks import check_int, check_tensor
+
+from .vision.image_size import num_anyres_tokens, tile_grid, unpadded_grid
+from .visuals import Visual, VisualBatch
+
+ImageSizes = Tensor | Sequence[tuple[int, int]]
+
+
+class Tiles(VisualBatch):
+    """Images as tiles of one size, one image after the other.
+
+    Args:
+        tiles: (tiles, channels, height, width).
+        visuals: the images, each with the tokens that it will have.
+        counts: tiles of each image.
+        sizes: height and width of each image before it was cut; None where nothing depends on them.
+    """
+
+    def __init__(
+        self,
+        tiles: Tensor,
+        visuals: list[Visual],
+        counts: Sequence[int],
+        sizes: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.tiles, self.visuals, self.counts, self.sizes = tiles, visuals, list(counts), sizes
+        self._starts = [sum(self.counts[:number]) for number in range(len(self.counts))]
+
+    def pixels(self, item: int) -> Tensor:
+        return self.tiles[self._starts[item] : self._starts[item] + self.counts[item]]
+
+    def select(self, items: Sequence[int]) -> Tiles:
+        tiles = torch.cat([self.pixels(item) for item in items]) if items else self.tiles[:0]
+        sizes = None if self.sizes is None else [self.sizes[item] for item in items]
+        return Tiles(tiles, [self.visuals[item] for item in items], [self.counts[item] for item in items], sizes)
+
+
+class Tiling(nn.Module):
+    """Base: ``cut`` pixels into tiles, ``join`` the tokens of the tiles."""
+
+    def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
+        """The tiles of each image, with the number of tokens that it will have."""
+        raise NotImplementedError
+
+    def join(self, tokens: Tensor, batch: Tiles) -> Tensor:
+        """(total, hidden): the tokens (tiles, patches, hidden) of a batch, image after image."""
+        raise NotImplementedError
+
+
+class WholeImage(Tiling):
+    """Every image is one tile (LLaVA 1.5).
+
+    Args:
+        tokens_per_image: tokens that the tower makes of an image; None to take them from the sizes of the pixels and
+            ``patch_size``.
+        patch_size: side of a patch in pixels.
+    """
+
+    def __init__(self, tokens_per_image: int | None = None, *, patch_size: int | None = None) -> None:
+        super().__init__()
+        check_int("tokens_per_image", tokens_per_image, optional=True)
+        check_int("patch_size", patch_size, optional=True)
+        if (tokens_per_image is None) == (patch_size is None):
+            raise ValueError(
+                f"tokens_per_image is {tokens_per_image} and patch_size {patch_size}; allowed: one of them, and None"
+            )
+        self.tokens_per_image, self.patch_size = tokens_per_image, patch_size
+
+    def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
+        if pixel_values is None:
+            return Tiles(torch.empty(0), [], [])
+        check_tensor("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
+        if pixel_values.dim() != 4:
+            raise ValueError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: (images, channels, height, width)"
+            )
+        grid = (1, 1, self.tokens_per_image or 0)
+        if self.patch_size is not None:
+            grid = (1, pixel_values.shape[2] // self.patch_size, pixel_values.shape[3] // self.patch_size)
+        images = pixel_values.shape[0]
+        return Tiles(pixel_values, [Visual("image", grid)] * images, [1] * images)
+
+    def join(self, tokens: Tensor, batch: Tiles) -> Tensor:
+        return tokens.flatten(0, 1)
+
+
+class AnyResolution(Tiling):
+    """The whole image as one tile, then its tiles at the best resolution, unpadded, a newline behind each row.
+
+    LLaVA-NeXT (Liu et al. 2024)::
+
+        whole image    tiles, rows of all of them together
+        a a            b b c c n        n: image_newline, a trained token
+        a a            b b c c n
+
+    Args:
+        hidden_size: of the language model.
+        pinpoints: (height, width) of the allowed resolutions in pixels.
+        tile_size, patch_size: sides of a tile and of a patch in pixels.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        pinpoints: Sequence[Sequence[int]],
+        tile_size: int,
+        patch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("hidden_size", hidden_size), ("tile_size", tile_size), ("patch_size", patch_size)):
+            check_int(name, value)
+        self.pinpoints = tuple((int(height), int(width)) for height, width in pinpoints)
+        self.tile_size, self.patch_size = tile_size, patch_size
+        self.image_newline = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        nn.init.normal_(self.image_newline, std=hidden_size**-0.5)
+
+    def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
+        if pixel_values is None:
+            return Tiles(torch.empty(0), [], [])
+        check_tensor("pixel_values", pixel_values, "a tensor (images, tiles, channels, height, width)")
+        sizes = _sizes(image_sizes)
+        if pixel_values.dim() != 5 or pixel_values.shape[0] != len(sizes):
+            raise ValueError(
+                f"pixel_values has shape {tuple(pixel_values.shape)} and image_sizes {len(sizes)} images; allowed: "
+                f"(images, tiles, channels, {self.tile_size}, {self.tile_size}), and a size for each image"
+            )
+        counts, visuals = [], []
+        for number, (height, width) in enumerate(sizes):
+            rows, columns = tile_grid(height, width, self.pinpoints, self.tile_size)
+            counts.append(rows * columns + 1)
+            if counts[-1] > pixel_values.shape[1]:
+                raise ValueError(
+                    f"pixel_values has {pixel_values.shape[1]} tiles an image; image {number} of {height} x {width} "
+                    f"pixels takes {counts[-1]}"
+                )
+            tokens = num_anyres_tokens(
+                height, width, pinpoints=self.pinpoints, tile_size=self.tile_size, patch_size=self.patch_size
+            )
+            visuals.append(Visual("image", (1, 1, tokens)))
+        tiles = torch.cat([image[:count] for image, count in zip(pixel_values, counts, strict=True)])
+        return Tiles(tiles, visuals, counts, sizes)
+
+    def join(self, tokens: Tensor, batch: Tiles) -> Tensor:
+        images = tokens.split(batch.counts)
+        return torch.cat([self._join(image, size) for image, size in zip(images, batch.sizes or (), strict=True)])
+
+    def _join(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """The tokens (tiles, patches, hidden) of one image of ``size`` pixels."""
+        rows, columns = tile_grid(*size, self.pinpoints, self.tile_size)
+        side = self.tile_size // self.patch_size
+        grid = tokens[1:].reshape(rows, columns, side, side, -1).transpose(1, 2)
+        grid = grid.reshape(rows * side, columns * side, -1)
+        (top, left), (high, wide) = unpadded_grid((rows * side, columns * side), size)
+        grid = grid[top : top + high, left : left + wide]
+        newline = self.image_newline.to(tokens.dtype).expand(high, 1, -1)
+        return torch.cat([tokens[0], torch.cat([grid, newline], dim=1).flatten(0, 1)])
+
+
+def _sizes(image_sizes: ImageSizes | None) -> list[tuple[int, int]]:
+    if image_sizes is None:
+        raise ValueError("image_sizes is None; images cut into tiles need the height and width of each")
+    pairs = image_sizes.tolist() if isinstance(image_sizes, Tensor) else list(image_sizes)
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"image_sizes is {pairs!r:.200}; allowed: (height, width) of each image")
+    return [(int(height), int(width)) for height, width in pairs]

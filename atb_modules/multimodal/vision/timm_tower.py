@@ -1,0 +1,132 @@
+"""TimmTower: any model of timm that gives a grid of features, as a tower."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atb_modules.checks import check_floating
+
+from .selection import SelectLayer, checked_layers, resolve_selection
+
+
+class TimmTower(nn.Module):
+    """A tower around a timm model, whose modules and parameters are taken as they are.
+
+    Args:
+        model: a timm model, or the name of one, which is built with fresh weights and without a classifier.
+        select_layer: which hidden state is returned, or several, joined along the channels; as for ``VisionTower``,
+            but without state 0, which timm does not give. None is what ``forward_features`` returns.
+        final_norm: whether returned states pass the model's last norm; None: with no layer selected as
+            ``forward_features`` does, else not.
+
+    Attributes: as for ``VisionTower``; ``num_prefix_tokens`` is the model's own (class token, registers).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        *,
+        select_layer: SelectLayer = None,
+        final_norm: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, str):
+            import timm
+
+            model = timm.create_model(model, num_classes=0)
+        if not isinstance(model, nn.Module) or not hasattr(model, "forward_features"):
+            raise TypeError(
+                f"model is {type(model).__name__}; allowed: a timm model with forward_features, or its name"
+            )
+        self.model: Any = model.to(device=device, dtype=dtype)
+        self.plain = select_layer is None and final_norm is None
+        self.num_layers = len(_layers(self.model))
+        if not self.plain and not (self.num_layers and hasattr(self.model, "forward_intermediates")):
+            raise ValueError(f"{type(model).__name__} gives no intermediate layers; allowed: select_layer None")
+        self.selection = resolve_selection(select_layer, final_norm, max(self.num_layers, 1), True, True)
+        if 0 in self.selection.states:
+            raise ValueError(f"select_layer is {select_layer!r}, the embeddings; timm gives layers' outputs alone")
+        self.hidden_size = _channels(self.model)
+        self.out_channels = self.hidden_size * len(self.selection.states)
+        self.num_prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
+        self.patch_size = _patch_size(self.model)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(images, channels, height, width) -> (images, patches, out_channels), row by row, without prefix tokens."""
+        check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
+        with self._recording(pixel_values):
+            if self.plain:
+                return self._tokens(self.model.forward_features(pixel_values))
+            chosen = self._intermediates(pixel_values, self.selection.states, self.selection.norm)
+            return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+
+    def forward_intermediates(self, pixel_values: Tensor, layers: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``forward``'s tokens, and the tokens behind each of ``layers``, from 0; the model runs once for each."""
+        states = checked_layers(layers, self.num_layers)
+        with self._recording(pixel_values):
+            return self(pixel_values), self._intermediates(pixel_values, states, False)
+
+    def grid_of(self, pixel_values: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the patches of images (images, channels, height, width)."""
+        return pixel_values.shape[-2] // self.patch_size, pixel_values.shape[-1] // self.patch_size
+
+    def _intermediates(self, pixel_values: Tensor, states: Sequence[int], norm: bool) -> tuple[Tensor, ...]:
+        if not states:
+            return ()
+        distinct = sorted(set(states))
+        found = self.model.forward_intermediates(
+            pixel_values,
+            indices=[state - 1 for state in distinct],
+            norm=norm,
+            output_fmt="NCHW",
+            intermediates_only=True,
+        )
+        maps = dict(zip(distinct, found, strict=True))
+        return tuple(maps[state].flatten(2).transpose(1, 2) for state in states)
+
+    def _tokens(self, features: Tensor) -> Tensor:
+        if features.dim() == 3:
+            return features[:, self.num_prefix_tokens :]
+        if features.dim() != 4:
+            raise ValueError(
+                f"{type(self.model).__name__} gives features {tuple(features.shape)}; a tower needs a grid"
+            )
+        if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
+            return features.flatten(1, 2)
+        return features.flatten(2).transpose(1, 2)
+
+    def _recording(self, pixel_values: Tensor) -> contextlib.AbstractContextManager[None]:
+        needed = pixel_values.requires_grad or any(p.requires_grad for p in self.parameters())
+        return contextlib.nullcontext() if needed else torch.no_grad()
+
+    def extra_repr(self) -> str:
+        return f"{type(self.model).__name__}, states={self.selection.states}, prefix={self.num_prefix_tokens}"
+
+
+def _layers(model: Any) -> Any:
+    return getattr(model, "blocks", getattr(model, "stages", ()))
+
+
+def _channels(model: Any) -> int:
+    return model.num_features
+
+
+def _patch_size(model: Any) -> int:
+    embed = getattr(model, "patch_embed", None)
+    size = getattr(embed, "patch_size", None)
+    stages = getattr(model, "feature_info", None)
+    if (stages and hasattr(model, "stages")) or size is None:
+        if not stages:
+            raise ValueError(f"{type(model).__name__} has neither patch_embed.patch_size nor feature_info")
+        return int(stages[-1]["reduction"])
+    sides = size if isinstance(size, (tuple, list)) else (size, size)
+    if sides[0] != sides[1]:
+        raise ValueError(f"{type(model).__name__} has patches of {tuple(sides)} pixels; allowed: square ones")
+    return int(sides[0])
