@@ -8,12 +8,16 @@ conversation goes behind the text that came before it, and is seen by the text a
     pages of a row   v v v v t t t | t | t | v v v t t | t
                      first call      steps   another image
 
-Where text does not see vision, the pages hold text alone. Vision tokens are updated by the call that brings them: they
-see their image and, in the modes where vision sees text, the text of that call.
+Default positions are the step's; a model that opens the step for all layers shifts them as it wants
+(``KVCacheManager.shift_positions``). Where text does not see vision, the pages hold text alone. Vision tokens are
+updated by the call that brings them: they see their image and, in the modes where vision sees text, the text of that
+call.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +48,7 @@ def attend_cached(
     """Append, attend and project back; both modalities are packed.
 
     Raises:
-        ValueError: the cache, its rows or its step do not go with the call; text that is not causal; or default
-            positions that cannot be told from what the cache holds.
+        ValueError: the cache, its rows or its step do not go with the call, or text is not causal.
     """
     check_heads(kv_cache, module.num_kv_heads, module.head_dim)
     if not module.spec.text_causal:
@@ -58,15 +61,49 @@ def attend_cached(
     layer = module.layer_idx
     if layer is None:
         layer = module.layer_idx = kv_cache.register_layer()
-    with undone_if_refused(kv_cache, layer if step is None else None):
+    refusals = undone_if_refused(kv_cache, layer if step is None else None)
+    with _positions_kept(kv_cache) if step is None else contextlib.nullcontext(), refusals:
         if step is None:
             check_batch(kv_cache, layout.samples)
-            step = kv_cache.layer_step(layer, lengths)
+            step = _open_step(module, own, lengths, kv_cache, layer)
         else:
             kv_cache.check_step("cache_step", step)
             if step.query_lengths != tuple(lengths):
                 raise ValueError(f"cache_step is of {step.query_lengths} tokens; the call brings {tuple(lengths)}")
         return _attend_step(module, vision, text, layout, positions, tables, kv_cache, step, layer)
+
+
+def _open_step(
+    module: MultiModalAttention, own: list[int], lengths: list[int], kv_cache: KVCacheManager, layer: int
+) -> CacheStep:
+    """The step of a layer called by itself. Whoever opens it tells the cache where text goes on behind its vision.
+
+    Text stands at the number of its token in the row, unless vision tokens count and are not stored, or are stored and
+    do not count.
+    """
+    counts = (module.multimodal.text_start is TextStart.AFTER_VISION) - module.spec.text_sees_vision
+    if counts and any(own) and kv_cache.layer_steps.joinable(layer) is None:
+        if not kv_cache.batch_size:
+            kv_cache.begin(len(own))
+        rows = list(zip(kv_cache.lengths, kv_cache.next_positions, own, strict=True))
+        for row, (length, position, tokens) in enumerate(rows):
+            if tokens:
+                begin = length + tokens * module.spec.text_sees_vision
+                kv_cache.shift_positions(row, begin, position - length + counts * tokens)
+    return kv_cache.layer_step(layer, lengths)
+
+
+@contextlib.contextmanager
+def _positions_kept(kv_cache: KVCacheManager) -> Iterator[None]:
+    """Where the block raises, the rows go on where they would have: a shift at a row's end outlives its step."""
+    before = kv_cache.next_positions
+    try:
+        yield
+    except BaseException:
+        if kv_cache.next_positions != before:
+            for row, (length, position) in enumerate(zip(kv_cache.lengths, before, strict=False)):
+                kv_cache.shift_positions(row, length, position - length)
+        raise
 
 
 def _attend_step(
@@ -82,15 +119,15 @@ def _attend_step(
 ) -> tuple[Tensor, Tensor]:
     stored = module.spec.text_sees_vision
     vision_len, text_len = vision.states.shape[0], text.states.shape[0]
-    known = _positions(module, layout, positions, tables, step, vision_len, text_len)
+    places = _places(layout, vision_len, text_len) if stored and vision_len else None
+    known = _positions(module, layout, positions, step, places)
     vision_qkv, text_qkv = module.project(vision, text, known, tables)
     pages, slots = kv_cache.pages(layer), step.slots(layer)
     text_slots = slots
     options: dict = {"strategy": module.config.cache_strategy, "trusted": True}
-    if stored and vision_len:
-        first, rest = _places(layout, vision_len, text_len)
-        cache_append(*vision_qkv[1:], *pages, slots[first], **options)
-        text_slots = slots[rest]
+    if places is not None:
+        cache_append(*vision_qkv[1:], *pages, slots[places[0]], **options)
+        text_slots = slots[places[1]]
     if text_len:
         cache_append(*text_qkv[1:], *pages, text_slots, **options)
     text_out, _ = paged_attention(
@@ -123,29 +160,18 @@ def _positions(
     module: MultiModalAttention,
     layout: MultiModalLayout,
     given: tuple[Tensor | None, Tensor | None],
-    tables: tuple[RotaryTables | None, RotaryTables | None],
     step: CacheStep,
-    vision_len: int,
-    text_len: int,
+    places: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The caller's positions, or the default ones behind what each row holds."""
-    stored = module.spec.text_sees_vision
-    after = module.multimodal.text_start is TextStart.AFTER_VISION
-    device = layout.cu_text.device
-    past = torch.tensor(step.past_lengths, device=device)
     vision, text = given
-    if vision is None and module.vision_rotary is not None:
-        sample = sample_of(layout.cu_vision, vision_len)
-        vision = torch.arange(vision_len, device=device) - layout.cu_vision[sample]
-        vision = vision + past[sample] if after and stored else vision
-    if text is None and module.text_rotary is not None and tables[1] is None:
-        if stored != after and any(step.past_lengths):
-            raise ValueError(
-                f"text_positions is None; rows of {step.past_lengths} tokens in a cache do not tell where text of "
-                f"text_start {str(module.multimodal.text_start)!r} and mode {str(module.spec.cross)!r} goes on"
-            )
-        sample = sample_of(layout.cu_text, text_len)
-        text = torch.arange(text_len, device=device) - layout.cu_text[sample]
-        text = text + layout.cu_vision.diff()[sample] if after else text
-        text = text + past[sample] if stored == after else text
+    if text is None:
+        text = step.positions if places is None else step.positions[places[1]]
+    if vision is None:
+        if places is not None and module.multimodal.text_start is TextStart.AFTER_VISION:
+            vision = step.positions[places[0]]
+        else:
+            vision_len = int(layout.cu_vision[-1])
+            vision = torch.arange(vision_len, device=text.device)
+            vision = vision - layout.cu_vision[sample_of(layout.cu_vision, vision_len)]
     return vision, text

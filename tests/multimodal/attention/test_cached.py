@@ -27,11 +27,10 @@ def make_cache(layers=1, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("start", ["after_vision", "zero"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_steps_equal_one_call(mode, ragged):
+def test_steps_equal_one_call(mode, ragged, start):
     generator = fresh_generator()
-    # where text does not see vision the pages hold text alone, and its positions count from 0
-    start = "after_vision" if mode in ("text_see_vision", "both") else "zero"
     positions = MultiModalConfig(vision_rotary=ROTARY.vision_rotary, text_rotary=ROTARY.text_rotary, text_start=start)
     module = build(cross_attention_mode=mode, multimodal=positions)
     cache = make_cache()
@@ -128,11 +127,20 @@ def test_refusals():
         build(config=AttentionConfig(causal=False))(None, text, kv_cache=make_cache())
     with pytest.raises(ValueError, match="kv_cache has 4 kv heads of 8 channels; this attention has 2"):
         build()(None, text, kv_cache=KVCacheManager(96, 5, 1, 4, 8, torch.float32))
-    module = build(multimodal=MultiModalConfig(text_rotary=ROTARY.text_rotary, text_start="zero"))
+
+
+@pytest.mark.parametrize(("mode", "start"), [("text_see_vision", "zero"), ("none", "after_vision")])
+def test_a_refused_call_leaves_the_positions(mode, start):
+    generator = fresh_generator()
+    options = {"text_rotary": ROTARY.text_rotary, "text_start": start}
+    module = build(cross_attention_mode=mode, multimodal=MultiModalConfig(**options))
+    vision, text = torch.randn(1, 3, 24, generator=generator), torch.randn(1, 9, 24, generator=generator)
     cache = make_cache()
-    module(torch.zeros(1, 3, 24), text, kv_cache=cache)
-    with pytest.raises(ValueError, match=r"text_positions is None; rows of \(7,\) tokens"):
-        module(None, text, kv_cache=cache)
-    assert cache.lengths == (7,)
-    module(None, text, kv_cache=cache, text_positions=torch.arange(4, 8))
-    assert cache.lengths == (11,)
+    module(vision, text[:, :4], kv_cache=cache)
+    before = cache.lengths, cache.next_positions
+    with pytest.raises(ValueError, match="cos has 5 angles"):
+        tables = torch.ones(5, 5), torch.ones(5, 5)
+        module(vision, text[:, 4:], kv_cache=cache, text_tables=tables)
+    assert (cache.lengths, cache.next_positions) == before
+    out = module(None, text[:, 4:], kv_cache=cache)[1]
+    torch.testing.assert_close(out, module(vision, text)[1][:, 4:], atol=2e-5, rtol=2e-5)
