@@ -80,6 +80,16 @@ class DecodeStrategy(StrEnum):
     CPU = "cpu"
 
 
+class MultiModalStrategy(StrEnum):
+    """In how many calls attention of two modalities is computed; see ``multimodal.attention``."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"  # UNIFIED by the einops reference
+    THREE_CALL = "three_call"  # each modality over itself, and across; joined by their log-sum-exps
+    PREFIX = "prefix"  # one call a modality, over the keys of both side by side
+    UNIFIED = "unified"  # one call under one mask, over everything side by side
+
+
 class AttentionType(StrEnum):
     """The words of ``TransformerLayer(attention_type=...)``."""
 
@@ -107,6 +117,7 @@ OP_FAMILIES: dict[str, type[StrEnum]] = {
     "cache_append": CacheStrategy,
     "rotary_append": CacheStrategy,
     "decode_layer": DecodeStrategy,
+    "multimodal_attention": MultiModalStrategy,
 }
 
 _FAMILY_WORDS: dict[str, type[StrEnum]] = {
@@ -117,6 +128,7 @@ _FAMILY_WORDS: dict[str, type[StrEnum]] = {
     "rotary": RotaryStrategy,
     "cache": CacheStrategy,
     "decode": DecodeStrategy,
+    "multimodal": MultiModalStrategy,
 }
 
 _OVERRIDES: ContextVar[tuple[StrEnum, ...]] = ContextVar("atb_modules_strategy_overrides", default=())
@@ -147,7 +159,8 @@ def use_strategy(**families: str) -> Iterator[None]:
     >>> with use_strategy(attention="reference", norm="torch"):
     ...     layer(x)
 
-    Keywords: attention, norm, mlp, linear, rotary, cache, decode. An override wins over what a module was built with.
+    Keywords: attention, norm, mlp, linear, rotary, cache, decode, multimodal. An override wins over what a module
+    was built with.
     """
     members = dict.fromkeys(_OVERRIDES.get())
     for word, value in families.items():

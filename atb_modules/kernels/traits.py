@@ -75,6 +75,30 @@ class AttentionTraits:
 
 
 @dataclass(frozen=True)
+class MultiModalTraits:
+    """Vision and text tokens, each with q, k and v; dense rows of a batch, or (batch 1) packed samples."""
+
+    device_type: str
+    dtype: torch.dtype
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    vision_len: int
+    text_len: int
+    head_dim: int
+    value_dim: int
+    samples: int = 0  # of a packed batch
+    images: int = 0  # of a packed batch
+    #: a packed batch: query-key pairs of a head that vision over itself, text over itself, and vision with text make
+    packed_pairs: tuple[float, float, float] | None = None
+    attention_strategy: str = "auto"  # of the calls inside
+    dropout: bool = False
+    need_lse: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+
+@dataclass(frozen=True)
 class PagedAttentionTraits:
     """Packed queries (total, num_heads, head_dim) over pages (num_pages, num_kv_heads, page_size, head_dim)."""
 
@@ -230,6 +254,7 @@ class DecodeTraits:
 
 Traits = (
     AttentionTraits
+    | MultiModalTraits
     | PagedAttentionTraits
     | NormTraits
     | ActivationTraits

@@ -125,6 +125,11 @@ def static_parts(spec: AttentionSpec, head_dim: int) -> tuple[int, int, float, f
     return left, right, spec.scale_for(head_dim), spec.softcap or 0.0
 
 
+def causal_code(spec: AttentionSpec) -> int:
+    """``causal`` as the ops take it."""
+    return 0 if not spec.is_causal else 2 if spec.causal is Causal.TOP_LEFT else 1
+
+
 def attention_cpu(
     q: Tensor,
     k: Tensor,
@@ -139,13 +144,37 @@ def attention_cpu(
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Flash attention with a query in each vector lane; any strides, grouped heads share what is read."""
-    causal = 0 if not spec.is_causal else 2 if spec.causal is Causal.TOP_LEFT else 1
+    causal = causal_code(spec)
     ranges = reach(spec, q.shape[2], k.shape[2], overlays, q.device) if spec.has_overlays or overlays else None
     blocks = None if overlays is None else overlays.block_mask
     starts = None if overlays is None else overlays.query_blocks(q.shape[1] // k.shape[1], LANES)
     options = (ranges, blocks, spec.block_size or 0, causal, *static_parts(spec, q.shape[-1]), starts)
     out, lse = _OPS.attention(q, k, v, mask, sinks, alibi_slopes, *options)
     return out, lse if need_lse else None
+
+
+def attention_pair_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    other_k: Tensor,
+    other_v: Tensor,
+    spec: AttentionSpec,
+    overlays: Overlays | None,
+    other_overlays: Overlays | None,
+) -> tuple[Tensor, Tensor]:
+    """One softmax over two sets of keys that lie apart: k under ``spec``, and all of other_k; (out, lse).
+
+    The overlays are packed segments, of either set its own, or None for both.
+    """
+    group = q.shape[1] // k.shape[1]
+    ranges, starts = [], []
+    full = AttentionSpec()
+    for structure, its, keys in ((spec, overlays, k), (full, other_overlays, other_k)):
+        ranges.append(None if its is None else reach(structure, q.shape[2], keys.shape[2], its, q.device))
+        starts.append(None if its is None else its.query_blocks(group, LANES))
+    _, _, scale, softcap = static_parts(spec, q.shape[-1])
+    return _OPS.attention_pair(q, k, v, other_k, other_v, *ranges, *starts, causal_code(spec), scale, softcap)
 
 
 def common_reasons(*dtypes: torch.dtype) -> list[str]:

@@ -1,0 +1,127 @@
+"""torch.library op of attention over two sets of keys that lie apart, without putting them side by side.
+
+Two calls of the flash kernel, the second merged into the first by their log-sum-exps. The backward gives both calls
+the merged output and LSE, under which each finds its share of the one softmax: no second forward, nothing kept twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops_attention
+from .library_ops import LIB, define
+
+
+def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """``out`` (batch, heads, q_len, head_dim) and ``lse`` become those over the keys of both; float32 inside.
+
+    A row that neither part sees stays empty: output 0, LSE -inf.
+    """
+    joined = torch.logaddexp(lse, other_lse)
+    safe = joined.masked_fill(joined.isneginf(), 0.0)
+    own, others = (torch.exp(part - safe).unsqueeze(-1) for part in (lse, other_lse))
+    if out.dtype == torch.float32:
+        out.mul_(own).addcmul_(other, others)
+    else:
+        # a head at a time: a float32 copy of all of it would be the largest tensor of the call
+        for head in range(out.shape[1]):
+            part = out[:, head].float().mul_(own[:, head])
+            out[:, head] = part.addcmul_(other[:, head].float(), others[:, head])
+    lse.copy_(joined)
+
+
+def _options(reach: Tensor | None, starts: Tensor | None, causal: int, scale: float, softcap: float) -> tuple:
+    """What ``attention`` takes after q, k and v."""
+    return None, None, None, reach, None, 0, causal, -1, -1, scale, softcap, starts
+
+
+def _pair(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    other_k: Tensor,
+    other_v: Tensor,
+    reach: Tensor | None,
+    other_reach: Tensor | None,
+    starts: Tensor | None,
+    other_starts: Tensor | None,
+    causal: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = ops_attention._attention(q, k, v, *_options(reach, starts, causal, scale, softcap))
+    other, other_lse = ops_attention._attention(
+        q, other_k, other_v, *_options(other_reach, other_starts, 0, scale, softcap)
+    )
+    merge_into(out, lse, other, other_lse)
+    return out, lse
+
+
+def _meta(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return ops_attention._meta(q, q, q)
+
+
+def _pair_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    other_k: Tensor,
+    other_v: Tensor,
+    reach: Tensor | None,
+    other_reach: Tensor | None,
+    starts: Tensor | None,
+    other_starts: Tensor | None,
+    causal: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, other_k and other_v in float32."""
+    merged = d_out, d_lse, out, lse, q
+    d_q, d_k, d_v = ops_attention._attention_backward(*merged, k, v, *_options(reach, starts, causal, scale, softcap))
+    more, d_other_k, d_other_v = ops_attention._attention_backward(
+        *merged, other_k, other_v, *_options(other_reach, other_starts, 0, scale, softcap)
+    )
+    return d_q.add_(more), d_k, d_v, d_other_k, d_other_v
+
+
+def _meta_backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Tensor):
+    return tuple(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in rest[:5])
+
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor other_k, Tensor other_v, Tensor? reach, Tensor? other_reach, Tensor? starts,"
+    " Tensor? other_starts, int causal, float scale, float softcap"
+)
+define(f"attention_pair({_SCHEMA}) -> (Tensor, Tensor)", _pair, _meta)
+define(
+    f"attention_pair_backward(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _pair_backward,
+    _meta_backward,
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output, *inputs[:9])
+    ctx.options = inputs[9:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_out, d_lse):
+    if torch.is_grad_enabled():
+        raise RuntimeError("the CPU attention kernel has no second derivative; attention_strategy='eager' has")
+    none = (None,) * 7
+    if d_out is None and d_lse is None:
+        return (None,) * 5 + none
+    out, lse, *inputs = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    grads = torch.ops.atb_modules.attention_pair_backward(d_out, d_lse, out, lse, *inputs, *ctx.options)
+    return *(grad.to(t.dtype) for grad, t in zip(grads, inputs[:5], strict=True)), *none
+
+
+torch.library.register_autograd("atb_modules::attention_pair", _backward, setup_context=_save, lib=LIB)
