@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def activation_torch(x: Tensor, kind: str) -> Tensor:
-    """The activation by name: silu, gelu, gelu_tanh, quick_gelu, relu2."""
+    """The activation by name: silu, gelu, gelu_tanh, quick_gelu, relu, relu2."""
     if kind == "silu":
         return F.silu(x)
     if kind == "gelu":
@@ -17,4 +17,6 @@ def activation_torch(x: Tensor, kind: str) -> Tensor:
         return F.gelu(x, approximate="tanh")
     if kind == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
+    if kind == "relu":
+        return F.relu(x)
     return F.relu(x).square()

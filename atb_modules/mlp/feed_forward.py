@@ -26,6 +26,7 @@ class MLPType(StrEnum):
     GELU_TANH = "gelu_tanh"
     QUICK_GELU = "quick_gelu"
     SILU = "silu"
+    RELU = "relu"
     RELU2 = "relu2"
 
     @property

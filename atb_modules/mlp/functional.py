@@ -13,7 +13,7 @@ from atb_modules.kernels.traits import ActivationTraits, count
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 #: Those that stand alone: CLIP's x sigmoid(1.702 x) gates nothing in any model.
-PLAIN_KINDS = (*KINDS, "quick_gelu")
+PLAIN_KINDS = (*KINDS, "quick_gelu", "relu")
 
 
 def gated_activation(
@@ -58,7 +58,7 @@ def gated_activation(
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """The plain activation: "silu", "gelu", "gelu_tanh", "quick_gelu" or "relu2", by torch's own kernels."""
+    """The plain activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2", by torch's own kernels."""
     if kind not in PLAIN_KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(PLAIN_KINDS)}")
     check_floating("x", x)
