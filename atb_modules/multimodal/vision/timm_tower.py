@@ -47,9 +47,9 @@ class TimmTower(nn.Module):
             )
         self.model: Any = model.to(device=device, dtype=dtype)
         self.plain = select_layer is None and final_norm is None
-        self.num_layers = len(_layers(self.model))
-        if not self.plain and not (self.num_layers and hasattr(self.model, "forward_intermediates")):
-            raise ValueError(f"{type(model).__name__} gives no intermediate layers; allowed: select_layer None")
+        self.num_layers = _depth(self.model)
+        if not self.plain and not self.num_layers:
+            raise ValueError(f"{type(model).__name__} has no layers of one grid to select from; allowed: None for both")
         self.selection = resolve_selection(select_layer, final_norm, max(self.num_layers, 1), True, True)
         if 0 in self.selection.states:
             raise ValueError(f"select_layer is {select_layer!r}, the embeddings; timm gives layers' outputs alone")
@@ -110,8 +110,11 @@ class TimmTower(nn.Module):
         return f"{type(self.model).__name__}, states={self.selection.states}, prefix={self.num_prefix_tokens}"
 
 
-def _layers(model: Any) -> Any:
-    return getattr(model, "blocks", getattr(model, "stages", ()))
+def _depth(model: Any) -> int:
+    """Layers that hidden states can be taken from: those of a model that keeps one grid from the first to the last."""
+    stages = getattr(model, "feature_info", None) or ()
+    plain = len({str(stage["reduction"]) for stage in stages}) == 1 and hasattr(model, "forward_intermediates")
+    return len(stages) if plain else 0
 
 
 def _channels(model: Any) -> int:
@@ -119,13 +122,10 @@ def _channels(model: Any) -> int:
 
 
 def _patch_size(model: Any) -> int:
-    embed = getattr(model, "patch_embed", None)
-    size = getattr(embed, "patch_size", None)
     stages = getattr(model, "feature_info", None)
-    if (stages and hasattr(model, "stages")) or size is None:
-        if not stages:
-            raise ValueError(f"{type(model).__name__} has neither patch_embed.patch_size nor feature_info")
-        return int(stages[-1]["reduction"])
+    size = stages[-1]["reduction"] if stages else getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if size is None:
+        raise ValueError(f"{type(model).__name__} has neither feature_info nor patch_embed.patch_size")
     sides = size if isinstance(size, (tuple, list)) else (size, size)
     if sides[0] != sides[1]:
         raise ValueError(f"{type(model).__name__} has patches of {tuple(sides)} pixels; allowed: square ones")
