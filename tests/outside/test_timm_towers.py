@@ -56,6 +56,15 @@ def test_selected_layers_are_blocks_outputs(kind, select, blocks, norm):
     torch.testing.assert_close(tower(pixels), theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_behind_the_last_one_selected_do_not_run():
+    tower = TimmTower(vit(), select_layer=[2, 1])
+    ran = []
+    for index, block in enumerate(tower.model.blocks):
+        block.register_forward_hook(lambda *_, i=index: ran.append(i))
+    tower(torch.randn(1, 3, 32, 32))
+    assert ran == [0, 1]
+
+
 def test_intermediates_come_in_the_order_asked_for():
     tower = TimmTower(vit())
     pixels = torch.randn(1, 3, 32, 32, generator=fresh_generator())

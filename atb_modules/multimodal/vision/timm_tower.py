@@ -68,10 +68,14 @@ class TimmTower(nn.Module):
             return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
     def forward_intermediates(self, pixel_values: Tensor, layers: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``forward``'s tokens, and the tokens behind each of ``layers``, from 0; the model runs once for each."""
+        """``forward``'s tokens, and the tokens behind each of ``layers``, from 0."""
         states = checked_layers(layers, self.num_layers)
+        check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
         with self._recording(pixel_values):
-            return self(pixel_values), self._intermediates(pixel_values, states, False)
+            if not (self.plain and states):
+                return self(pixel_values), self._intermediates(pixel_values, states, False)
+            features, maps = self.model.forward_intermediates(pixel_values, **_asked(states))
+            return self._tokens(features), _in_order(states, maps)
 
     def grid_of(self, pixel_values: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patches of images (images, channels, height, width)."""
@@ -80,16 +84,8 @@ class TimmTower(nn.Module):
     def _intermediates(self, pixel_values: Tensor, states: Sequence[int], norm: bool) -> tuple[Tensor, ...]:
         if not states:
             return ()
-        distinct = sorted(set(states))
-        found = self.model.forward_intermediates(
-            pixel_values,
-            indices=[state - 1 for state in distinct],
-            norm=norm,
-            output_fmt="NCHW",
-            intermediates_only=True,
-        )
-        maps = dict(zip(distinct, found, strict=True))
-        return tuple(maps[state].flatten(2).transpose(1, 2) for state in states)
+        options = {"norm": norm, "intermediates_only": True, "stop_early": True}
+        return _in_order(states, self.model.forward_intermediates(pixel_values, **_asked(states), **options))
 
     def _tokens(self, features: Tensor) -> Tensor:
         if features.dim() == 3:
@@ -108,6 +104,17 @@ class TimmTower(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.model).__name__}, states={self.selection.states}, prefix={self.num_prefix_tokens}"
+
+
+def _asked(states: Sequence[int]) -> dict[str, Any]:
+    """timm's arguments for these hidden states; it counts blocks from 0 and gives them in rising order."""
+    return {"indices": [state - 1 for state in sorted(set(states))], "output_fmt": "NCHW"}
+
+
+def _in_order(states: Sequence[int], maps: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """timm's maps (images, channels, rows, columns) as tokens, one for each of ``states``."""
+    by_state = dict(zip(sorted(set(states)), maps, strict=True))
+    return tuple(by_state[state].flatten(2).transpose(1, 2) for state in states)
 
 
 def _depth(model: Any) -> int:
