@@ -16,7 +16,18 @@ from pathlib import Path
 
 from benchmarks.timing import HEADER, write_json
 
-BENCHMARKS = ("decode", "prefill", "elementwise", "cache", "generate", "attention", "sparse", "moe", "families")
+BENCHMARKS = (
+    "decode",
+    "prefill",
+    "elementwise",
+    "cache",
+    "generate",
+    "attention",
+    "sparse",
+    "moe",
+    "families",
+    "vision",
+)
 
 
 def main() -> None:

@@ -110,7 +110,8 @@ def check_cached_overlays(overlays: Overlays | None, shape: torch.Size) -> None:
         )
     if overlays.image_ids is not None and overlays.image_ids.shape != shape:
         raise ValueError(
-            f"overlays.image_ids has shape {tuple(overlays.image_ids.shape)}; allowed with past_key_values: {tuple(shape)}"
+            f"overlays.image_ids has shape {tuple(overlays.image_ids.shape)}; with past_key_values allowed: "
+            f"{tuple(shape)}"
         )
 
 

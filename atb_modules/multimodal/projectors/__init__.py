@@ -5,6 +5,7 @@ from .linear import LinearProjector, MLPProjector
 from .patch_merger import PatchMerger
 from .perceiver import PerceiverResampler
 from .pixel_shuffle import PixelShuffleProjector, pixel_shuffle
+from .pooled import PooledProjector
 from .q_former import QFormer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PatchMerger",
     "PerceiverResampler",
     "PixelShuffleProjector",
+    "PooledProjector",
     "QFormer",
     "pixel_shuffle",
 ]

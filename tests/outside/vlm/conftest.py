@@ -13,8 +13,8 @@ from atb_modules.multimodal.vision.image_size import num_anyres_tokens
 
 IMAGE, VIDEO = 150, 151
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
-FAMILIES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-QWEN = FAMILIES[2:]
+FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = FAMILIES[3:]
 
 
 def _config(name):
@@ -36,6 +36,18 @@ def _config(name):
     def rope(section):
         return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}}
 
+    if name == "gemma3":
+        changes = {"head_dim": 16, "sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
+        vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return tf.Gemma3Config(
+            text_config={**text, **changes, "num_hidden_layers": 4},
+            vision_config={**vision, "image_size": 24, "patch_size": 4},
+            mm_tokens_per_image=9,
+            image_token_index=IMAGE,
+            boi_token_index=152,
+            eoi_token_index=153,
+            tie_word_embeddings=True,
+        )
     if name in ("llava", "llava_next"):
         vision = tf.CLIPVisionConfig(
             hidden_size=48,
@@ -100,6 +112,8 @@ class Batch:
     def theirs(self):
         """Arguments of transformers' forward."""
         more = {}
+        if self.family == "gemma3":
+            more["token_type_ids"] = (self.input_ids == IMAGE).int()
         if self.family in QWEN:
             kinds = (self.input_ids == IMAGE).int() + 2 * (self.input_ids == VIDEO).int()
             more["mm_token_type_ids"] = kinds
@@ -108,8 +122,8 @@ class Batch:
 
 def tokens_of(family, kind, size):
     """Placeholders of an image, or of each run of a video."""
-    if family == "llava":
-        return [16]
+    if family in ("llava", "gemma3"):
+        return [16 if family == "llava" else 9]
     if family == "llava_next":
         return [num_anyres_tokens(*size, pinpoints=PINPOINTS, tile_size=28, patch_size=7)]
     if kind == "image":
@@ -155,8 +169,9 @@ def compose(family, rows, *, padding="right", seed=0):
                 total = int(visual[grid_key].prod(-1).sum())
                 visual[key] = torch.randn(total, 96, generator=generator)
     elif images:
-        if family == "llava":
-            visual["pixel_values"] = torch.randn(len(images), 3, 28, 28, generator=generator)
+        if family in ("llava", "gemma3"):
+            side = 28 if family == "llava" else 24
+            visual["pixel_values"] = torch.randn(len(images), 3, side, side, generator=generator)
         else:
             visual["pixel_values"] = torch.randn(len(images), 5, 3, 28, 28, generator=generator)
             visual["image_sizes"] = torch.tensor(images)

@@ -9,8 +9,8 @@ import transformers
 import atb_modules as atb
 from atb_modules.multimodal.qwen_vl import QwenVLModel
 
-FAMILIES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-QWEN = FAMILIES[2:]
+FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = FAMILIES[3:]
 KINDS = ("one", "sizes", "two_images", "mixed", "text")
 CASES = [(family, kind) for family in FAMILIES for kind in KINDS] + [(family, "video") for family in QWEN]
 

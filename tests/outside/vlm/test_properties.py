@@ -9,8 +9,8 @@ import atb_modules as atb
 from atb_modules.multimodal.vision import towers
 from atb_modules.overlays import Overlays
 
-FAMILIES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-QWEN = FAMILIES[2:]
+FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = FAMILIES[3:]
 KINDS = [(family, "mixed") for family in FAMILIES] + [(family, "video") for family in QWEN]
 
 
