@@ -16,7 +16,29 @@ from pathlib import Path
 
 from benchmarks.timing import HEADER, write_json
 
-BENCHMARKS = ("decode", "prefill", "elementwise", "cache", "generate", "attention", "sparse", "moe", "families")
+BENCHMARKS = (
+    "decode",
+    "prefill",
+    "elementwise",
+    "cache",
+    "generate",
+    "attention",
+    "sparse",
+    "moe",
+    "families",
+    "multimodal",
+)
+    "decode",
+    "prefill",
+    "elementwise",
+    "cache",
+    "generate",
+    "attention",
+    "sparse",
+    "moe",
+    "families",
+    "multimodal",
+)
 
 
 def main() -> None:
