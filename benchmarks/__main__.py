@@ -28,17 +28,6 @@ BENCHMARKS = (
     "families",
     "multimodal",
 )
-    "decode",
-    "prefill",
-    "elementwise",
-    "cache",
-    "generate",
-    "attention",
-    "sparse",
-    "moe",
-    "families",
-    "multimodal",
-)
 
 
 def main() -> None:

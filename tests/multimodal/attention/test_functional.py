@@ -16,7 +16,14 @@ from atb_modules.kernels.registry import kernels
 from atb_modules.multimodal import MultiModalLayout, MultiModalSpec, multimodal_attention
 from atb_modules.multimodal.attention import unified_mask
 from atb_modules.strategies import MultiModalStrategy
-from atb_modules.testing import assert_parity, fresh_generator, plain_attention, poisoned_memory, summation_orders
+from atb_modules.testing import (
+    assert_parity,
+    fresh_generator,
+    peak_memory,
+    plain_attention,
+    poisoned_memory,
+    summation_orders,
+)
 
 from .formula import MODES, truth, visible
 
@@ -269,6 +276,38 @@ def test_issue_size_eight_heads():
         torch.testing.assert_close(got, other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_holds_less_than_one_masked_call(backward):
+    generator = fresh_generator()
+    sides = [tuple(t.requires_grad_(backward) for t in side) for side in draw(generator, 288, 1024, 4, 4, 64, batch=1)]
+    mask = unified_mask(MultiModalSpec(), 288, 1024)
+
+    def run(outs):
+        return torch.autograd.grad(sum(out.sum() for out in outs), [*sides[0], *sides[1]]) if backward else outs
+
+    def masked():
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*sides, strict=True))
+        return run([torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)])
+
+    most = peak_memory(masked)
+    for strategy, share in (("three_call", 0.8), ("auto", 0.9), ("prefix", 0.9)):
+        assert peak_memory(lambda word=strategy: run(multimodal_attention(*sides, strategy=word))) < share * most
+
+
+def test_a_second_derivative_is_refused_and_not_wrong():
+    sides = draw(torch.Generator().manual_seed(0), 5, 7, batch=1)
+    leaves = [t.requires_grad_() for side in sides for t in side]
+    for inner in ("cpu", "eager"):
+        outs = multimodal_attention(*sides, MultiModalSpec("both"), strategy="three_call", attention_strategy=inner)
+        out = sum(part.square().sum() for part in outs)
+        if inner == "cpu":
+            with pytest.raises(RuntimeError, match="no second derivative; attention_strategy='eager' has"):
+                torch.autograd.grad(out, leaves, create_graph=True)
+        else:
+            grads = torch.autograd.grad(out, leaves, create_graph=True)
+            torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+
+
 def test_auto_is_explained_and_logged_once(caplog):
     generator = fresh_generator()
     sides = draw(generator, 576, 600, 2, 2, 32, batch=1)
@@ -277,6 +316,7 @@ def test_auto_is_explained_and_logged_once(caplog):
         "three_call",
         "prefix",
     )
+    assert explain("multimodal_attention", *sides).chosen in ("three_call", "prefix")
     with caplog.at_level(logging.INFO, logger="atb_modules.kernels"):
         for _ in range(2):
             multimodal_attention(*sides, MultiModalSpec(scale=0.123))
