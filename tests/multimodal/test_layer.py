@@ -7,6 +7,7 @@ import torch
 
 from atb_modules import AttentionConfig, KVCacheManager, MLPConfig, RotaryConfig, TransformerLayer
 from atb_modules.multimodal import MultiModalConfig, MultiModalTransformerLayer
+from atb_modules.overlays import Overlays
 from atb_modules.residual import ResidualConfig
 from atb_modules.testing import fresh_generator
 
@@ -56,6 +57,23 @@ def test_equations(placement, multimodal):
             x = x + first(attended[name])
             want = x + second(mlp(own(layer.mlp_norm, name)(x)))
         torch.testing.assert_close(found[name], want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_shared_parts_are_a_transformer_layer_over_both(placement):
+    """A causal layer over [vision | text] in which the image's tokens see each other, as Gemma 3 has it."""
+    generator = fresh_generator()
+    rotary = RotaryConfig(base=100.0)
+    layer = build(multimodal=MultiModalConfig(vision_rotary=rotary, text_rotary=rotary), norm_placement=placement)
+    plain = build(TransformerLayer, (), rotary=rotary, norm_placement=placement)
+    plain.load_state_dict(
+        {key.replace("projections.shared.", "").replace("shared.", ""): t for key, t in layer.state_dict().items()}
+    )
+    vision, text = draw(generator)
+    images = torch.tensor([[0] * 9 + [-1] * 17])
+    want = plain(torch.cat([vision, text], 1), overlays=Overlays(image_ids=images)).split([9, 17], 1)
+    for got, other in zip(layer(vision, text), want, strict=True):
+        torch.testing.assert_close(got, other, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

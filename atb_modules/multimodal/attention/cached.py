@@ -61,6 +61,10 @@ def attend_cached(
     layer = module.layer_idx
     if layer is None:
         layer = module.layer_idx = kv_cache.register_layer()
+    if layer < kv_cache.num_layers and kv_cache.windows[layer] is not None:
+        raise ValueError(
+            f"kv_cache has window {kv_cache.windows[layer]} in layer {layer}; allowed: None, text sees all"
+        )
     refusals = undone_if_refused(kv_cache, layer if step is None else None)
     with _positions_kept(kv_cache) if step is None else contextlib.nullcontext(), refusals:
         if step is None:

@@ -127,6 +127,10 @@ def test_refusals():
         build(config=AttentionConfig(causal=False))(None, text, kv_cache=make_cache())
     with pytest.raises(ValueError, match="kv_cache has 4 kv heads of 8 channels; this attention has 2"):
         build()(None, text, kv_cache=KVCacheManager(96, 5, 1, 4, 8, torch.float32))
+    with pytest.raises(ValueError, match="kv_cache has window 6 in layer 0; allowed: None"):
+        build()(None, text, kv_cache=make_cache(window=6))
+    with pytest.raises(ValueError, match="layer_idx is 3, the cache has layers 0 to 0"):
+        build(layer_idx=3)(None, text, kv_cache=make_cache())
 
 
 @pytest.mark.parametrize(("mode", "start"), [("text_see_vision", "zero"), ("none", "after_vision")])

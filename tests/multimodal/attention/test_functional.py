@@ -337,6 +337,17 @@ def test_dropout_keeps_the_expectation():
             torch.testing.assert_close(got.mean(0), want[0], atol=6e-2, rtol=0)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_of_another_width(strategy):
+    generator = fresh_generator()
+    sides = [(q, k, torch.randn(*v.shape[:3], 5, generator=generator)) for q, k, v in draw(generator, 6, 9, batch=2)]
+    spec = MultiModalSpec("both")
+    found = multimodal_attention(*sides, spec, strategy=strategy)
+    for got, want in zip(found, truth(*wide(sides), spec, visible(spec, 6, 9)), strict=False):
+        assert got.shape[-1] == 5
+        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-6)
+
+
 def test_autocast():
     generator = fresh_generator()
     sides = draw(generator, 12, 30, batch=1)

@@ -234,6 +234,22 @@ def test_compiles_without_a_break():
         torch.testing.assert_close(got, other, atol=1e-3, rtol=1e-3)
 
 
+def test_packed_tokens_compile_for_any_length_and_have_shapes_without_memory():
+    module = build(multimodal=MultiModalConfig(vision_rotary=PAIRS, text_rotary=HALF))
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for vision, text, images in (([5, 7], [9, 3], [[2, 3], [7]]), ([4, 1], [2, 11], [[4], [1]])):
+        layout = MultiModalLayout.from_lengths(vision, text, images)
+        states = torch.randn(sum(vision), 24), torch.randn(sum(text), 24)
+        for got, want in zip(compiled(*states, layout=layout), module(*states, layout=layout), strict=True):
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    meta = MultiModalAttention(20, 40, 4, 8, 24, device="meta")
+    layout = MultiModalLayout.from_lengths([5, 7], [9, 3], device="meta")
+    shapes = [out.shape for out in meta(*(t.to("meta") for t in states[:1] * 2), layout=layout)]
+    assert shapes == [(5, 24), (5, 24)]
+    assert [out.shape for out in meta(torch.empty(2, 3, 24, device="meta"), None)] == [(2, 3, 24), (2, 0, 24)]
+
+
 def test_autocast_and_training_with_dropout():
     module = build(config=AttentionConfig(dropout=0.3))
     vision, text = torch.randn(2, 9, 24), torch.randn(2, 17, 24)
