@@ -66,8 +66,8 @@ class TransformerLayer(nn.Module):
         num_kv_heads: key and value heads; default num_heads.
         layernorm_type: "rmsnorm" or "layernorm".
         attention_type: "flash" or "flash_sparse" (the registry picks the fastest), "sdpa", "eager" or "reference".
-        mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2", or "moe" for
-            SwiGLU experts; ``MLPConfig(moe=...)`` makes experts of the others but "quick_gelu".
+        mlp_type: "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", or
+            "moe" for SwiGLU experts; ``MLPConfig(moe=...)`` makes experts of the others but "quick_gelu" and "relu".
         norm_placement: "pre", "post", "sandwich" or "parallel".
         layer_type: "decoder" (causal), "encoder" or "cross_decoder".
         mode: "train" or "inference" (no gradients; ``use_cache`` allowed).

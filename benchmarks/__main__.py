@@ -26,6 +26,7 @@ BENCHMARKS = (
     "sparse",
     "moe",
     "families",
+    "vision",
     "multimodal",
 )
 

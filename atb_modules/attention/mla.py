@@ -212,6 +212,8 @@ class LatentAttention(nn.Module):
         layer_idx: int,
         tables: RotaryTables | None,
     ) -> Tensor:
+        if step.image_ids is not None:
+            raise ValueError("cache_step has image_ids; latent attention allows text alone")
         if tables is None:
             positions = step.positions if position_ids is None else position_ids
             tables = self.rotary(positions, step.max_kv_length)

@@ -21,6 +21,7 @@ from atb_modules.attention.checking import (
 )
 from atb_modules.attention.config import AttentionConfig, QKNormOrder, alibi_slopes, checked_head_dim
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
+from atb_modules.attention.image_step import attend_images, rows_without_images
 from atb_modules.attention.masking import expand_mask
 from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_output, out_features, projected_qkv
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
@@ -315,19 +316,27 @@ class Attention(nn.Module):
                     strategy=config.cache_strategy,
                     trusted=True,
                 )
-        out, _ = paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            step.block_table(layer_idx),
-            step.kv_lengths,
-            step.cu_seqlens_q,
-            self.spec,
-            sinks=self.sinks,
-            alibi_slopes=self._slopes(q.device),
-            strategy=self.strategy,
-            trusted=True,
-        )
+        shared: dict[str, Any] = {
+            "sinks": self.sinks,
+            "alibi_slopes": self._slopes(q.device),
+            "strategy": self.strategy,
+        }
+        out = None
+        if step.image_ids is None or rows_without_images(step):
+            out, _ = paged_attention(
+                q,
+                k_pages,
+                v_pages,
+                step.block_table(layer_idx),
+                step.kv_lengths,
+                step.cu_seqlens_q,
+                self.spec,
+                trusted=True,
+                **shared,
+            )
+        if step.image_ids is not None:
+            out = attend_images(q, kv_cache, layer_idx, step, out, self.spec, **shared)
+        assert out is not None
         return self.o_proj(out.flatten(-2))
 
     def _position(self, q: Tensor, k: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:

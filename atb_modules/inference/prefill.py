@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,21 +16,18 @@ if TYPE_CHECKING:
     from atb_modules.models.decoder import DecoderModel
 
 
-def chunks(lengths: list[int], size: int | None) -> Iterator[list[int]]:
-    """Tokens of each row in every pass: rows are served in order, `size` tokens a pass (None: all in one)."""
-    left = list(lengths)
-    if size is None:
-        if any(left):
-            yield left
-        return
-    while any(left):
-        room = size
-        counts = []
-        for count in left:
-            counts.append(min(count, room))
-            room -= counts[-1]
-        left = [a - b for a, b in zip(left, counts, strict=True)]
-        yield counts
+def next_counts(prompts: Sequence[Prompt], done: Sequence[int], size: int | None) -> list[int]:
+    """Tokens of each row in the next pass: rows are served in order, ``size`` tokens a pass (None: all in one)."""
+    room = size
+    counts = []
+    for prompt, begin in zip(prompts, done, strict=True):
+        left = len(prompt.tokens) - begin
+        count = left if room is None else min(left, room)
+        if 0 < count < left:
+            count = min(left, prompt.fitted(begin, count))
+        counts.append(count)
+        room = None if room is None else max(0, room - count)
+    return counts
 
 
 def prefill(model: DecoderModel, cache: KVCacheManager, prompts: Sequence[Prompt], chunk_size: int | None) -> Tensor:
@@ -43,9 +40,10 @@ def prefill(model: DecoderModel, cache: KVCacheManager, prompts: Sequence[Prompt
     for prompt, begin in zip(prompts, done, strict=True):
         prompt.prepare(begin)
     last: dict[int, Tensor] = {}
-    for counts in chunks([len(p.tokens) - d for p, d in zip(prompts, done, strict=True)], chunk_size):
-        embeds, positions, deepstack = packed_piece(model, prompts, done, counts)
-        hidden = model.run_packed(embeds, cache.step(counts), cache, positions, deepstack)
+    while any(counts := next_counts(prompts, done, chunk_size)):
+        piece = packed_piece(model, prompts, done, counts)
+        step = cache.step(counts, image_ids=piece.image_ids)
+        hidden = model.run_packed(piece.embeds, step, cache, piece.position_ids, piece.deepstack)
         end = 0
         for row, count in enumerate(counts):
             end += count

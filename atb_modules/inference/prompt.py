@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,16 +56,33 @@ class Prompt:
         """(axes, end - begin) where tokens stand elsewhere than at their numbers, else None."""
         return None
 
+    def image_ids(self, begin: int, end: int) -> Tensor | None:
+        """int64 (end - begin,): numbers of the images that see both ways, -1 for text; None where there is none."""
+        return None
+
+    def fitted(self, begin: int, count: int) -> int:
+        """``count`` tokens from ``begin`` on, or more where a piece may not end there."""
+        return count
+
     def injected(self, begin: int, end: int) -> Injected | None:
         """Deepstack features of tokens ``begin`` to ``end``."""
         return None
 
 
-def packed_piece(
-    model: DecoderModel, prompts: Sequence[Prompt], begins: Sequence[int], counts: Sequence[int]
-) -> tuple[Tensor, Tensor | None, Deepstack | None]:
-    """Embeddings, positions and deepstack features of ``counts`` tokens of each prompt, one row after the other."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens of several prompts, one row after the other: what ``DecoderModel.run_packed`` and a cache's step take."""
+
+    embeds: Tensor
+    position_ids: Tensor | None
+    deepstack: Deepstack | None
+    image_ids: Tensor | None
+
+
+def packed_piece(model: DecoderModel, prompts: Sequence[Prompt], begins: Sequence[int], counts: Sequence[int]) -> Piece:
+    """``counts`` tokens of each prompt, from ``begins`` on."""
     embeds: list[Tensor] = []
+    images: list[Tensor] = []
     positions: list[Tensor | None] = []
     injected: list[Injected] = []
     total = 0
@@ -73,6 +91,8 @@ def packed_piece(
             continue
         embeds.append(prompt.embeds(model, begin, begin + count))
         positions.append(prompt.positions(begin, begin + count))
+        ids = prompt.image_ids(begin, begin + count)
+        images.append(torch.full((count,), -1) if ids is None else ids)
         more = prompt.injected(begin, begin + count)
         if more is not None:
             injected.append((more[0] + total, more[1]))
@@ -85,4 +105,4 @@ def packed_piece(
         layers = zip(*(features for _, features in injected), strict=True)
         index = torch.cat([index for index, _ in injected]).to(model.device)
         deepstack = Deepstack(index, tuple(torch.cat(layer) for layer in layers))
-    return torch.cat(embeds), where, deepstack
+    return Piece(torch.cat(embeds), where, deepstack, torch.cat(images).to(model.device))

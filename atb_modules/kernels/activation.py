@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_PIECE = 2**17
+
 
 def activation_torch(x: Tensor, kind: str) -> Tensor:
-    """The activation by name: silu, gelu, gelu_tanh, quick_gelu, relu2."""
+    """The activation by name: silu, gelu, gelu_tanh, quick_gelu, relu, relu2."""
     if kind == "silu":
         return F.silu(x)
     if kind == "gelu":
@@ -17,4 +19,20 @@ def activation_torch(x: Tensor, kind: str) -> Tensor:
         return F.gelu(x, approximate="tanh")
     if kind == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
+    if kind == "relu":
+        return F.relu(x)
     return F.relu(x).square()
+
+
+def activation_torch_(x: Tensor, kind: str) -> Tensor:
+    """The same in x's own memory, where no gradient is recorded."""
+    if kind == "silu":
+        return F.silu(x, inplace=True)
+    if kind in ("gelu", "gelu_tanh"):
+        return torch.ops.aten.gelu_(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if kind in ("relu", "relu2"):
+        return x.relu_() if kind == "relu" else x.relu_().square_()
+    # Piece by piece, so that the factor stays in the cache.
+    for piece in x.view(-1).split(_PIECE) if x.is_contiguous() else (x,):
+        piece.mul_((1.702 * piece).sigmoid_())
+    return x

@@ -26,6 +26,7 @@ class MLPType(StrEnum):
     GELU_TANH = "gelu_tanh"
     QUICK_GELU = "quick_gelu"
     SILU = "silu"
+    RELU = "relu"
     RELU2 = "relu2"
 
     @property
@@ -110,7 +111,7 @@ class FeedForward(nn.Module):
             overwrite = may_overwrite(self, self.gate_up_proj)
             hidden = gated_activation(gate, up, kind, strategy=self.config.strategy, overwrite=overwrite)
         else:
-            hidden = activation(self.up_proj(x), kind)
+            hidden = activation(self.up_proj(x), kind, overwrite=may_overwrite(self, self.up_proj))
         return self.down_proj(self.dropout(hidden))
 
     def extra_repr(self) -> str:

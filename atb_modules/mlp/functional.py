@@ -7,13 +7,13 @@ from torch import Tensor
 
 from atb_modules import kernels  # noqa: F401  (registers every kernel)
 from atb_modules.checks import check_bool, check_floating, is_floating
-from atb_modules.kernels.activation import activation_torch
+from atb_modules.kernels.activation import activation_torch, activation_torch_
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import ActivationTraits, count
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 #: Those that stand alone: CLIP's x sigmoid(1.702 x) gates nothing in any model.
-PLAIN_KINDS = (*KINDS, "quick_gelu")
+PLAIN_KINDS = (*KINDS, "quick_gelu", "relu")
 
 
 def gated_activation(
@@ -57,9 +57,14 @@ def gated_activation(
     return kernel.choose_function(overwrite, traits)(gate, up, kind)
 
 
-def activation(x: Tensor, kind: str) -> Tensor:
-    """The plain activation: "silu", "gelu", "gelu_tanh", "quick_gelu" or "relu2", by torch's own kernels."""
+def activation(x: Tensor, kind: str, *, overwrite: bool = False) -> Tensor:
+    """The plain activation: "silu", "gelu", "gelu_tanh", "quick_gelu", "relu" or "relu2", by torch's own kernels.
+
+    ``overwrite`` lets the result take x's memory, where no gradient is recorded.
+    """
     if kind not in PLAIN_KINDS:
         raise ValueError(f"kind is {kind!r}; allowed: {', '.join(PLAIN_KINDS)}")
     check_floating("x", x)
+    if overwrite and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return activation_torch_(x, kind)
     return activation_torch(x, kind)

@@ -27,6 +27,7 @@ from .inputs import (
     IGNORED,
     Deepstack,
     check_beside_ids,
+    check_cached_overlays,
     check_ids,
     check_position_ids,
     check_stream,
@@ -185,7 +186,8 @@ class DecoderModel(nn.Module):
                 tokens of a row, from the cache's length on.
             inputs_embeds: (B, L, hidden_size) in the place of input_ids: what `embed_tokens` gives, images merged in.
             deepstack: features that join the stream behind the first layers.
-            overlays: packed sequences (B is 1) and images that see both ways, without a cache.
+            overlays: packed sequences (B is 1) and images that see both ways; with a cache image_ids alone, (B, L)
+                of the new tokens, whole images.
             past_key_values: append to this cache and attend to all of it; its open sequences are the rows.
                 Opened with B empty sequences when none are open. Such a call is not differentiable.
             labels: int64 or int32 (B, L), ids or -100 = ignored; token i is predicted from those before it, and the
@@ -212,8 +214,7 @@ class DecoderModel(nn.Module):
         check_beside_ids(tokens, attention_mask, labels, self.config.vocab_size)
         if past_key_values is not None:
             check_cache("past_key_values", past_key_values, self.config, self.device)
-            if overlays is not None:
-                raise ValueError("overlays is given with past_key_values; allowed: one of them")
+            check_cached_overlays(overlays, tokens.shape)
         if position_ids is not None:
             limit = self.config.max_positions
             limit = limit if past_key_values is None else max(limit, past_key_values.max_seq_len)
@@ -221,7 +222,7 @@ class DecoderModel(nn.Module):
         stream = self.embed_tokens(input_ids) if input_ids is not None else inputs_embeds
         assert stream is not None
         if past_key_values is not None:
-            logits = self._forward_cached(stream, attention_mask, position_ids, deepstack, past_key_values)
+            logits = self._forward_cached(stream, attention_mask, position_ids, deepstack, overlays, past_key_values)
         else:
             logits = self._forward_dense(stream, attention_mask, position_ids, deepstack, overlays)
         loss = None
@@ -265,6 +266,7 @@ class DecoderModel(nn.Module):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         deepstack: Deepstack | None,
+        overlays: Overlays | None,
         cache: KVCacheManager,
     ) -> Tensor:
         with torch.no_grad():
@@ -274,10 +276,12 @@ class DecoderModel(nn.Module):
                 position_ids = position_ids.expand(*axes, *real.shape)[..., real]
             if deepstack is not None:
                 deepstack = deepstack.packed(real)
+            image_ids = None if overlays is None or overlays.image_ids is None else overlays.image_ids[real]
             with undone_if_refused(cache):
                 if not cache.batch_size:
                     cache.begin(len(lengths))
-                x = self.run_packed(x, cache.step(lengths), cache, position_ids, deepstack)
+                step = cache.step(lengths, image_ids=image_ids)
+                x = self.run_packed(x, step, cache, position_ids, deepstack)
                 return unpack_padded(self.head(x), real)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:

@@ -100,6 +100,21 @@ def check_stream(inputs_embeds: object, deepstack: object, hidden_size: int, num
             )
 
 
+def check_cached_overlays(overlays: Overlays | None, shape: torch.Size) -> None:
+    """Raises unless overlays are None or the image_ids of a cached call's new tokens (B, L)."""
+    if overlays is None:
+        return
+    if overlays.cu_seqlens_q is not None or overlays.block_mask is not None:
+        raise ValueError(
+            "overlays is given with past_key_values; allowed: image_ids alone, a cache has rows of its own"
+        )
+    if overlays.image_ids is not None and overlays.image_ids.shape != shape:
+        raise ValueError(
+            f"overlays.image_ids has shape {tuple(overlays.image_ids.shape)}; with past_key_values allowed: "
+            f"{tuple(shape)}"
+        )
+
+
 def shifted_labels(labels: Tensor, overlays: Overlays | None) -> Tensor:
     """int64 (B, L - 1): what each token but the last predicts; nothing where the next one begins a packed sequence."""
     targets = labels[:, 1:].long()

@@ -13,8 +13,9 @@ from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.inputs import check_ids
 from atb_modules.models.output import ModelOutput
 from atb_modules.overlays import Overlays
+from atb_modules.strategies import parse_enum
 
-from .model import VisionLanguageModel
+from .model import ImageAttention, VisionLanguageModel
 from .placeholders import merge_features
 from .tiling import Tiles, Tiling, WholeImage
 from .vision import VisionTower
@@ -31,6 +32,8 @@ class LlavaModel(VisionLanguageModel):
         image_token_id: the placeholder; a processor puts one for each token of an image.
         tiling: how an image is cut for the tower and its tokens are put together: ``WholeImage`` (LLaVA 1.5, the
             default: a token a patch) or ``AnyResolution`` (LLaVA-NeXT).
+        image_attention: how the tokens of an image see each other in the language model: "causal", or "bidirectional"
+            (Gemma 3).
 
     Forward and ``generate`` take what transformers' processors return.
     """
@@ -43,8 +46,10 @@ class LlavaModel(VisionLanguageModel):
         *,
         image_token_id: int,
         tiling: Tiling | None = None,
+        image_attention: ImageAttention | str = ImageAttention.CAUSAL,
     ) -> None:
         super().__init__(vision, projector, language, {"image": image_token_id})
+        self.both_ways = parse_enum(ImageAttention, image_attention, "image_attention") is ImageAttention.BIDIRECTIONAL
         self.tiling = tiling if tiling is not None else WholeImage(patch_size=vision.patch_size)
 
     def encode(self, batch: Tiles) -> Features:
@@ -83,6 +88,7 @@ class LlavaModel(VisionLanguageModel):
         if spans:
             tokens, _ = self.encode(images)
             stream = merge_features(stream, tokens, spans)
+            overlays = self._seen(spans, input_ids, overlays)
         return self.language(
             None,
             attention_mask,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,19 @@ from atb_modules.checks import check_int, check_type
 from atb_modules.inference.prompt import Prompt
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
+from atb_modules.overlays import Overlays
 
-from .placeholders import Span
+from .placeholders import Span, image_numbers
 from .prompts import FeatureReader, VisionPrompt
 from .row_positions import RowPositions
 from .visuals import Features, Visual, VisualBatch, place_visuals
+
+
+class ImageAttention(StrEnum):
+    """How the tokens of one image see each other: each those before it, or each all of them (Gemma 3)."""
+
+    CAUSAL = "causal"
+    BIDIRECTIONAL = "bidirectional"
 
 
 class VisionLanguageModel(nn.Module):
@@ -45,6 +55,7 @@ class VisionLanguageModel(nn.Module):
         self.projector: Any = projector
         self.language = language
         self.placeholders = dict(placeholders)
+        self.both_ways = False
         self.checkpoint_config: dict[str, Any] | None = None
         self.unused_tensors: tuple[str, ...] = ()
 
@@ -93,6 +104,13 @@ class VisionLanguageModel(nn.Module):
             return []
         return place_visuals(input_ids, self.placeholders, visuals, attention_mask)
 
+    def _seen(self, spans: Sequence[Span], input_ids: Tensor, overlays: Overlays | None) -> Overlays | None:
+        """The overlays of a call, with the images that see both ways."""
+        if not self.both_ways:
+            return overlays
+        numbers = image_numbers(spans, input_ids.shape[0], input_ids.shape[1], input_ids.device)
+        return replace(overlays if overlays is not None else Overlays(), image_ids=numbers)
+
     def _generate(
         self,
         input_ids: PromptLike,
@@ -118,6 +136,7 @@ class VisionLanguageModel(nn.Module):
         prompts: list[Prompt] = []
         for number, row in enumerate(rows):
             mine = sorted((span for span in spans if span.row == number), key=lambda span: span.start)
+            shifts = () if placed is None else placed.shifts[number]
             where = None if placed is None else placed.position_ids[:, number, : len(row)]
-            prompts.append(VisionPrompt(row, mine, reader, where, () if placed is None else placed.shifts[number]))
+            prompts.append(VisionPrompt(row, mine, reader, where, shifts, self.both_ways))
         return prompts

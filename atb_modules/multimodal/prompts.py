@@ -56,6 +56,7 @@ class VisionPrompt(Prompt):
         reader: their features.
         position_ids: (axes, tokens), or None where tokens stand at their numbers.
         shifts: see ``Prompt``.
+        both_ways: whether the tokens of an image see each other; a piece then holds whole images.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class VisionPrompt(Prompt):
         reader: FeatureReader,
         position_ids: Tensor | None = None,
         shifts: Sequence[tuple[int, int]] = (),
+        both_ways: bool = False,
     ) -> None:
         super().__init__(tokens, [(span.start, reader.batch.digest(span.item)) for span in spans], shifts)
         self._spans, self._reader, self._position_ids = list(spans), reader, position_ids
+        self._both_ways = both_ways
 
     def prepare(self, begin: int) -> None:
         self._reader.want([span.item for span in self._spans if span.start + span.length > begin])
@@ -81,6 +84,20 @@ class VisionPrompt(Prompt):
 
     def positions(self, begin: int, end: int) -> Tensor | None:
         return None if self._position_ids is None else self._position_ids[:, begin:end]
+
+    def image_ids(self, begin: int, end: int) -> Tensor | None:
+        if not self._both_ways:
+            return None
+        ids = torch.full((end - begin,), -1)
+        for span, first, last in self._inside(begin, end):
+            ids[first - begin : last - begin] = span.item
+        return ids
+
+    def fitted(self, begin: int, count: int) -> int:
+        for span in self._spans if self._both_ways else ():
+            if span.start < begin + count < span.start + span.length:
+                return span.start + span.length - begin
+        return count
 
     def injected(self, begin: int, end: int) -> Injected | None:
         index, layers = [], []

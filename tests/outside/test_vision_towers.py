@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as tf
@@ -9,7 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from atb_modules.convert.source import ConfigSource
 from atb_modules.convert.vision import load_vision_tower, vision_family_of
-from atb_modules.multimodal.vision import naflex_resize, pack_images, unpad_patches
+from atb_modules.multimodal.vision import (
+    Interpolation,
+    PositionConfig,
+    build_tower,
+    naflex_resize,
+    pack_images,
+    unpad_patches,
+)
 from atb_modules.testing import fresh_generator
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 24, "patch_size": 8}
@@ -305,6 +314,30 @@ def test_a_frozen_tower_keeps_nothing_for_backward(tmp_path):
     pixels = torch.randn(2, 3, 29, 29, requires_grad=True)  # frozen, but asked for the gradient of its input
     tower(pixels).sum().backward()
     assert pixels.grad is not None and pixels.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_packed_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
+    model = build(QWENS[name])
+    tower = tower_of(model, tmp_path).requires_grad_(False)
+    pixels, grid = pack_images(packed_images(fresh_generator()), 4, merge_size=2, temporal_patch_size=2)
+    exact = tower(pixels, grid)
+    theirs = fed_order(model, model.bfloat16()(pixels, grid).last_hidden_state, grid).float()
+    ours = load_vision_tower(tmp_path, dtype=torch.bfloat16)(pixels, grid)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("size", [(16, 40), (24, 24), (8, 8)])
+def test_clip_takes_any_size_where_a_config_names_an_interpolation(size, tmp_path):
+    model = build(FIXED["clip"])
+    tower = tower_of(model, tmp_path)
+    grid = PositionConfig(tower.config.positions.grid, Interpolation("bicubic"))
+    other = build_tower(replace(tower.config, positions=grid))
+    other.load_state_dict(tower.state_dict())
+    pixels = torch.randn(1, 3, *size, generator=fresh_generator())
+    theirs = model(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 1:]
+    close(other(pixels), theirs)
 
 
 @pytest.mark.parametrize("name", ["siglip", "dinov2_registers"])

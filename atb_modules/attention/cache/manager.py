@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from atb_modules.checks import check_bool, check_int
 from atb_modules.kernels.pages import KVQuantization, Pages, copy_page, page_bytes
@@ -20,7 +21,7 @@ from .sizes import MAX_LAYERS, check_books, check_rows, reserve_pages
 from .static import CachePolicy, StaticBook
 from .stats import CacheStats, measure
 from .step import CacheStep, StepBuilder, refuse_layer, refuse_step
-from .validation import as_lengths, as_row, as_rows, check_count, check_dtype, layer_windows
+from .validation import as_image_ids, as_lengths, as_row, as_rows, check_count, check_dtype, layer_windows
 
 __all__ = ["KVCacheManager", "OutOfPagesError", "PrefixHit"]
 
@@ -289,11 +290,12 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         self._newest = None
         self.layer_steps.close()
 
-    def step(self, query_lengths: int | Sequence[int]) -> CacheStep:
+    def step(self, query_lengths: int | Sequence[int], *, image_ids: Tensor | None = None) -> CacheStep:
         """Reserves pages for one step of all rows and advances their lengths.
 
         Args:
             query_lengths: new tokens of each row (0 is allowed), or one number for all rows.
+            image_ids: int64 or int32 (total,) of the new tokens, see `CacheStep`. An image must be in one step.
 
         Raises:
             ValueError: not one length a row, a negative one, or a row would pass `max_seq_len`.
@@ -301,6 +303,7 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         """
         rows = self._book.rows
         lengths = as_lengths("query_lengths", query_lengths, len(rows))
+        image_ids = as_image_ids("image_ids", image_ids, sum(lengths), self.device)
         quiet = True
         for row, count in zip(rows, lengths, strict=True):
             if row.length + count > row.quiet_until:
@@ -317,7 +320,7 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
                         f"positions go up to max_seq_len={self.max_seq_len}"
                     )
             self._copy_pages(self._book.reserve(lengths))
-        step = self._steps.build(past, lengths)
+        step = self._steps.build(past, lengths, image_ids)
         self._newest = step
         self.layer_steps.close()
         return step

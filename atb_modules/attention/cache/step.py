@@ -29,6 +29,8 @@ class CacheStep:
         max_query_length: largest of `query_lengths`.
         max_kv_length: largest of `kv_lengths`.
         shifted: whether any row's positions are not the numbers of its tokens.
+        image_ids: int64 (total,): equal numbers >= 0 side by side are one image, whose tokens see each other; None
+            where all are text.
     """
 
     query_lengths: tuple[int, ...]
@@ -42,6 +44,7 @@ class CacheStep:
     group_tables: tuple[Tensor, ...]
     layer_groups: tuple[int, ...]
     shifted: bool = False
+    image_ids: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -93,7 +96,7 @@ class StepBuilder:
         self._device = device
         self._decode_boundaries: dict[int, Tensor] = {}
 
-    def build(self, past: tuple[int, ...], lengths: tuple[int, ...]) -> CacheStep:
+    def build(self, past: tuple[int, ...], lengths: tuple[int, ...], image_ids: Tensor | None = None) -> CacheStep:
         """The step that brought rows of `past` tokens `lengths` more; their pages are already in the book."""
         batch = len(past)
         if lengths.count(1) == batch:
@@ -123,6 +126,7 @@ class StepBuilder:
             group_tables=tuple(tables),
             layer_groups=self._layer_groups,
             shifted=shifted,
+            image_ids=image_ids,
         )
 
     def _shifted(self, positions: Tensor, past: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:

@@ -125,3 +125,15 @@ def check_appended(name: str, value: Tensor, shape: tuple[int, ...], dtype: torc
         raise ValueError(f"{name} has dtype {value.dtype}, the cache holds {dtype}")
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}, the cache on {device}")
+
+
+def as_image_ids(name: str, image_ids: Tensor | None, total: int, device: torch.device) -> Tensor | None:
+    """int64 (total,) on the cache's device, or None where no token belongs to an image."""
+    if image_ids is None:
+        return None
+    if not isinstance(image_ids, Tensor) or image_ids.dtype not in (torch.int64, torch.int32):
+        kind = image_ids.dtype if isinstance(image_ids, Tensor) else type(image_ids).__name__
+        raise TypeError(f"{name} is {kind}; allowed: an int64 or int32 tensor, or None")
+    if tuple(image_ids.shape) != (total,):
+        raise ValueError(f"{name} has shape {tuple(image_ids.shape)}; query_lengths has {total} tokens in all")
+    return image_ids.long().to(device) if bool((image_ids >= 0).any()) else None

@@ -36,6 +36,14 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "qwen2": {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -99,10 +107,10 @@ def nested(source: ConfigSource, key: str) -> ConfigSource:
     return ConfigSource(values, f"{source.path}: {key}")
 
 
-def text_config(source: ConfigSource) -> ModelConfig:
+def text_config(source: ConfigSource, default_type: str = "llama") -> ModelConfig:
     """The language model's configuration, of a text family that we know by itself."""
     text = nested(source, "text_config")
-    model_type = text.word("model_type", "llama")
+    model_type = text.word("model_type", default_type)
     family = family_of_model_type(model_type)
     if family is None:
         raise text.error(f"model_type {model_type!r} is not supported; allowed: {families_text()}")

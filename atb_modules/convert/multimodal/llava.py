@@ -20,6 +20,8 @@ from atb_modules.multimodal.vision import ImageTower, VisionTower
 from .family import Build, MultimodalFamily, WeightGroup, language_groups, nested, parameters, text_config
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "silu": "silu"}
+#: What may stand before a tower's names.
+TOWER_ROOTS = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _PROJECTOR = {"layers.0": "linear_1", "layers.1": "linear_2"}
 
 
@@ -77,16 +79,18 @@ def _tiling(source: ConfigSource, build: Build, vision: VisionTower, language: D
     )
 
 
+def projector_group(slots: dict[str, Tensor]) -> WeightGroup:
+    """The weights of a projector."""
+    return WeightGroup(("multi_modal_projector.", "model.multi_modal_projector."), slots)
+
+
 def _groups(model: VisionLanguageModel) -> list[WeightGroup]:
     family = vision_family_of(model.vision.config.family)
     assert family is not None and isinstance(model, LlavaModel)
     newline: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.tiling.named_parameters()}
-    towers = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
     return [
-        WeightGroup(towers, family.slots(model.vision)),
-        WeightGroup(
-            ("multi_modal_projector.", "model.multi_modal_projector."), parameters(model.projector, _PROJECTOR)
-        ),
+        WeightGroup(TOWER_ROOTS, family.slots(model.vision)),
+        projector_group(parameters(model.projector, _PROJECTOR)),
         WeightGroup(("", "model."), newline),
         *language_groups(model, ("language_model.model.", "model.language_model."), ("language_model.", "")),
     ]

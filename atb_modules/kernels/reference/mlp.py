@@ -21,6 +21,7 @@ FORMULAS = {
     "gelu": lambda x: 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "gelu_tanh": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
     "quick_gelu": lambda x: x / (1.0 + torch.exp(-1.702 * x)),
+    "relu": lambda x: x.clamp(min=0.0),
     "relu2": lambda x: x.clamp(min=0.0) ** 2,
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atb_modules.checks import check_bool, check_int
 from atb_modules.linear import Linear
-from atb_modules.mlp.functional import KINDS, activation
+from atb_modules.mlp.functional import PLAIN_KINDS, activation
 
 
 class LinearProjector(Linear):
@@ -24,7 +24,7 @@ class MLPProjector(nn.Module):
         out_features: channels of the language model, and of the layers between.
         hidden_features: channels of the layers between, where they are others.
         depth: linear layers, at least 1.
-        kind: "gelu", "gelu_tanh", "silu" or "relu2".
+        kind: "gelu", "gelu_tanh", "quick_gelu", "silu", "relu" or "relu2".
         bias: whether the layers have biases.
 
     x: (..., in_features) -> (..., out_features).
@@ -48,8 +48,8 @@ class MLPProjector(nn.Module):
         check_int("hidden_features", hidden_features, optional=True)
         check_int("depth", depth, most=64)
         check_bool("bias", bias)
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+        if kind not in PLAIN_KINDS:
+            raise ValueError(f"kind is {kind!r}; allowed: {', '.join(PLAIN_KINDS)}")
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
         middle = out_features if hidden_features is None else hidden_features
         widths = [in_features, *[middle] * (depth - 1), out_features]

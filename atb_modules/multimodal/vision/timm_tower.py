@@ -47,9 +47,9 @@ class TimmTower(nn.Module):
             )
         self.model: Any = model.to(device=device, dtype=dtype)
         self.plain = select_layer is None and final_norm is None
-        self.num_layers = len(_layers(self.model))
-        if not self.plain and not (self.num_layers and hasattr(self.model, "forward_intermediates")):
-            raise ValueError(f"{type(model).__name__} gives no intermediate layers; allowed: select_layer None")
+        self.num_layers = _depth(self.model)
+        if not self.plain and not self.num_layers:
+            raise ValueError(f"{type(model).__name__} has no layers of one grid to select from; allowed: None for both")
         self.selection = resolve_selection(select_layer, final_norm, max(self.num_layers, 1), True, True)
         if 0 in self.selection.states:
             raise ValueError(f"select_layer is {select_layer!r}, the embeddings; timm gives layers' outputs alone")
@@ -68,10 +68,14 @@ class TimmTower(nn.Module):
             return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
     def forward_intermediates(self, pixel_values: Tensor, layers: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``forward``'s tokens, and the tokens behind each of ``layers``, from 0; the model runs once for each."""
+        """``forward``'s tokens, and the tokens behind each of ``layers``, from 0."""
         states = checked_layers(layers, self.num_layers)
+        check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
         with self._recording(pixel_values):
-            return self(pixel_values), self._intermediates(pixel_values, states, False)
+            if not (self.plain and states):
+                return self(pixel_values), self._intermediates(pixel_values, states, False)
+            features, maps = self.model.forward_intermediates(pixel_values, **_asked(states))
+            return self._tokens(features), _in_order(states, maps)
 
     def grid_of(self, pixel_values: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patches of images (images, channels, height, width)."""
@@ -80,16 +84,8 @@ class TimmTower(nn.Module):
     def _intermediates(self, pixel_values: Tensor, states: Sequence[int], norm: bool) -> tuple[Tensor, ...]:
         if not states:
             return ()
-        distinct = sorted(set(states))
-        found = self.model.forward_intermediates(
-            pixel_values,
-            indices=[state - 1 for state in distinct],
-            norm=norm,
-            output_fmt="NCHW",
-            intermediates_only=True,
-        )
-        maps = dict(zip(distinct, found, strict=True))
-        return tuple(maps[state].flatten(2).transpose(1, 2) for state in states)
+        options = {"norm": norm, "intermediates_only": True, "stop_early": True}
+        return _in_order(states, self.model.forward_intermediates(pixel_values, **_asked(states), **options))
 
     def _tokens(self, features: Tensor) -> Tensor:
         if features.dim() == 3:
@@ -110,8 +106,22 @@ class TimmTower(nn.Module):
         return f"{type(self.model).__name__}, states={self.selection.states}, prefix={self.num_prefix_tokens}"
 
 
-def _layers(model: Any) -> Any:
-    return getattr(model, "blocks", getattr(model, "stages", ()))
+def _asked(states: Sequence[int]) -> dict[str, Any]:
+    """timm's arguments for these hidden states; it counts blocks from 0 and gives them in rising order."""
+    return {"indices": [state - 1 for state in sorted(set(states))], "output_fmt": "NCHW"}
+
+
+def _in_order(states: Sequence[int], maps: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """timm's maps (images, channels, rows, columns) as tokens, one for each of ``states``."""
+    by_state = dict(zip(sorted(set(states)), maps, strict=True))
+    return tuple(by_state[state].flatten(2).transpose(1, 2) for state in states)
+
+
+def _depth(model: Any) -> int:
+    """Layers that hidden states can be taken from: those of a model that keeps one grid from the first to the last."""
+    stages = getattr(model, "feature_info", None) or ()
+    plain = len({str(stage["reduction"]) for stage in stages}) == 1 and hasattr(model, "forward_intermediates")
+    return len(stages) if plain else 0
 
 
 def _channels(model: Any) -> int:
@@ -119,13 +129,10 @@ def _channels(model: Any) -> int:
 
 
 def _patch_size(model: Any) -> int:
-    embed = getattr(model, "patch_embed", None)
-    size = getattr(embed, "patch_size", None)
     stages = getattr(model, "feature_info", None)
-    if (stages and hasattr(model, "stages")) or size is None:
-        if not stages:
-            raise ValueError(f"{type(model).__name__} has neither patch_embed.patch_size nor feature_info")
-        return int(stages[-1]["reduction"])
+    size = stages[-1]["reduction"] if stages else getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if size is None:
+        raise ValueError(f"{type(model).__name__} has neither feature_info nor patch_embed.patch_size")
     sides = size if isinstance(size, (tuple, list)) else (size, size)
     if sides[0] != sides[1]:
         raise ValueError(f"{type(model).__name__} has patches of {tuple(sides)} pixels; allowed: square ones")
