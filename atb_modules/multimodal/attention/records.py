@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,8 +152,7 @@ def _reasons(strategy: MultiModalStrategy) -> Callable[[Any, Any], tuple[str, ..
 
 def reference(call: MultiModalCall) -> Results:
     """UNIFIED by the einops reference: the truth of the tests."""
-    options = {**vars(call), "attention_strategy": "reference"}
-    return unified(MultiModalCall(**options))
+    return unified(replace(call, attention_strategy="reference"))
 
 
 # Registered in this order: while a call is traced for every length, AUTO takes the first.
