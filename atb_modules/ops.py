@@ -20,6 +20,7 @@ from atb_modules.kernels.traits import MLPChainTraits, count, under_autocast
 from atb_modules.linear import linear
 from atb_modules.mlp.experts import moe
 from atb_modules.mlp.functional import activation, gated_activation
+from atb_modules.multimodal.attention.functional import multimodal_attention
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atb_modules.norm.modulated import modulated_norm
 from atb_modules.norm.modules import NormType
@@ -46,6 +47,7 @@ __all__ = [
     "merge_heads",
     "modulated_norm",
     "moe",
+    "multimodal_attention",
     "paged_attention",
     "rms_norm",
     "rotary",

@@ -27,6 +27,7 @@ BENCHMARKS = (
     "moe",
     "families",
     "vision",
+    "multimodal",
 )
 
 

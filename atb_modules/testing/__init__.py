@@ -1,6 +1,6 @@
 """The parity harness: compare a kernel with the float64 reference. Public, so that users can test their own kernels."""
 
-from atb_modules.testing.memory import poisoned_memory
+from atb_modules.testing.memory import peak_memory, poisoned_memory
 from atb_modules.testing.parity import Comparison, assert_parity, compare
 from atb_modules.testing.plain import plain_attention, plain_paged_attention, summation_orders
 from atb_modules.testing.quantized import quantization_bound
@@ -11,6 +11,7 @@ __all__ = [
     "assert_parity",
     "compare",
     "fresh_generator",
+    "peak_memory",
     "plain_attention",
     "plain_paged_attention",
     "poisoned_memory",

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import atb_modules as atb
-import atb_modules.multimodal
 from atb_modules import ops
 from atb_modules.kernels import registry
 from atb_modules.strategies import OP_FAMILIES, AttentionStrategy, attention_strategy_of

@@ -61,6 +61,10 @@ def attend_cached(
     layer = module.layer_idx
     if layer is None:
         layer = module.layer_idx = kv_cache.register_layer()
+    if layer < kv_cache.num_layers and kv_cache.windows[layer] is not None:
+        raise ValueError(
+            f"kv_cache has window {kv_cache.windows[layer]} in layer {layer}; allowed: None, text sees all"
+        )
     refusals = undone_if_refused(kv_cache, layer if step is None else None)
     with _positions_kept(kv_cache) if step is None else contextlib.nullcontext(), refusals:
         if step is None:
@@ -117,19 +121,24 @@ def _attend_step(
     step: CacheStep,
     layer: int,
 ) -> tuple[Tensor, Tensor]:
-    stored = module.spec.text_sees_vision
     vision_len, text_len = vision.states.shape[0], text.states.shape[0]
-    places = _places(layout, vision_len, text_len) if stored and vision_len else None
-    known = _positions(module, layout, positions, step, places)
-    vision_qkv, text_qkv = module.project(vision, text, known, tables)
+    places = _places(layout, vision_len, text_len) if module.spec.text_sees_vision and vision_len else None
+    text_at = step.positions if places is None else step.positions[places[1]]
+    text_qkv = module.project(text, text_at if positions[1] is None else positions[1], tables[1])
     pages, slots = kv_cache.pages(layer), step.slots(layer)
-    text_slots = slots
-    options: dict = {"strategy": module.config.cache_strategy, "trusted": True}
-    if places is not None:
-        cache_append(*vision_qkv[1:], *pages, slots[places[0]], **options)
-        text_slots = slots[places[1]]
+    append: dict = {"strategy": module.config.cache_strategy, "trusted": True}
+    vision_out = vision.states.new_empty(0, module.num_heads, module.head_dim)
+    if vision_len:
+        vision_at = _vision_positions(module, layout, vision_len, step, places)
+        vision_qkv = module.project(vision, vision_at if positions[0] is None else positions[0], tables[0])
+        rows = unpacked(vision_qkv), unpacked(text_qkv)
+        call = MultiModalCall(*rows, module.spec, layout, 0.0, False, module.attention_strategy)
+        vision_out = vision_part(call)[0][0].transpose(0, 1)
+        if places is not None:
+            cache_append(*vision_qkv[1:], *pages, slots[places[0]], **append)
+            slots = slots[places[1]]
     if text_len:
-        cache_append(*text_qkv[1:], *pages, text_slots, **options)
+        cache_append(*text_qkv[1:], *pages, slots, **append)
     text_out, _ = paged_attention(
         text_qkv[0],
         *pages,
@@ -140,11 +149,6 @@ def _attend_step(
         strategy=module.attention_strategy,
         trusted=True,
     )
-    vision_out = vision_qkv[0]
-    if vision_len:
-        rows = unpacked(vision_qkv), unpacked(text_qkv)
-        call = MultiModalCall(*rows, module.spec, layout, 0.0, False, module.attention_strategy)
-        vision_out = vision_part(call)[0][0].transpose(0, 1)
     return module.project_back(vision, vision_out), module.project_back(text, text_out)
 
 
@@ -156,22 +160,15 @@ def _places(layout: MultiModalLayout, vision_len: int, text_len: int) -> tuple[T
     return first, rest
 
 
-def _positions(
+def _vision_positions(
     module: MultiModalAttention,
     layout: MultiModalLayout,
-    given: tuple[Tensor | None, Tensor | None],
+    vision_len: int,
     step: CacheStep,
     places: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The caller's positions, or the default ones behind what each row holds."""
-    vision, text = given
-    if text is None:
-        text = step.positions if places is None else step.positions[places[1]]
-    if vision is None:
-        if places is not None and module.multimodal.text_start is TextStart.AFTER_VISION:
-            vision = step.positions[places[0]]
-        else:
-            vision_len = int(layout.cu_vision[-1])
-            vision = torch.arange(vision_len, device=text.device)
-            vision = vision - layout.cu_vision[sample_of(layout.cu_vision, vision_len)]
-    return vision, text
+) -> Tensor:
+    """The default ones: the step's where they count in the row, else from 0 in each row."""
+    if places is not None and module.multimodal.text_start is TextStart.AFTER_VISION:
+        return step.positions[places[0]]
+    numbers = torch.arange(vision_len, device=layout.cu_vision.device)
+    return numbers - layout.cu_vision[sample_of(layout.cu_vision, vision_len)]

@@ -31,7 +31,7 @@ class MultiModalConfig:
     Args:
         projections: "shared", or "per_modality" for a visual expert (CogVLM, Wang et al., 2023): own qkv and output
             projections and own norms of queries and keys.
-        norms, mlps: the same choice for the norms and the feed-forwards of a layer.
+        norms, mlps: the same choice for the norms of a layer, and for its feed-forwards with their layer scales.
         vision_rotary, text_rotary: a ``RotaryConfig`` for each modality, None for no rotary positions.
         text_start: a ``TextStart`` or its word.
     """

@@ -26,7 +26,7 @@ from atb_modules.multimodal.attention.config import (
 )
 from atb_modules.multimodal.attention.functional import multimodal_attention
 from atb_modules.multimodal.attention.spec import CrossAttentionMode, MultiModalLayout, MultiModalSpec
-from atb_modules.multimodal.attention.strategies import sample_of
+from atb_modules.multimodal.attention.strategies import QKV, sample_of
 from atb_modules.multimodal.attention.tokens import Lengths, RotaryTables, Tokens, gather_tokens
 from atb_modules.norm import build_norm
 from atb_modules.strategies import MultiModalStrategy, attention_strategy_of, parse_enum
@@ -207,9 +207,9 @@ class MultiModalAttention(nn.Module):
         if cache_step is not None:
             raise ValueError("cache_step is given without kv_cache")
         own = self._positions(vision_tokens, text_tokens, layout, own)
-        sides = self.project(vision_tokens, text_tokens, own, tables)
+        sides = self.project(vision_tokens, own[0], tables[0]), self.project(text_tokens, own[1], tables[1])
         if layout is None:
-            sides = tuple(tuple(t.transpose(1, 2) for t in side) for side in sides)  # type: ignore[assignment]
+            sides = heads_first(sides[0]), heads_first(sides[1])
         out = multimodal_attention(
             *sides,
             self.spec,
@@ -223,25 +223,16 @@ class MultiModalAttention(nn.Module):
         return self.project_back(vision_tokens, out[0]), self.project_back(text_tokens, out[1])
 
     def project(
-        self,
-        vision: Tokens,
-        text: Tokens,
-        positions: tuple[Tensor | None, Tensor | None],
-        tables: tuple[RotaryTables | None, RotaryTables | None],
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of both, rotated: (..., tokens, heads, head_dim)."""
-        sides = []
-        for tokens, embedding, own, given in zip(
-            (vision, text), (self.vision_rotary, self.text_rotary), positions, tables, strict=True
-        ):
-            if embedding is None and given is not None:
-                raise ValueError(f"{tokens.name}_tables is given; this attention has no {tokens.name}_rotary")
-            if embedding is not None and given is None:
-                assert own is not None
-                given = embedding(own)
-            rotation = None if embedding is None else embedding.config
-            sides.append(self.projections_of(tokens.name)(tokens.states, rotation, given))
-        return sides[0], sides[1]
+        self, tokens: Tokens, positions: Tensor | None, tables: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of one modality, rotated: (..., tokens, heads, head_dim)."""
+        embedding = self.vision_rotary if tokens.name == "vision" else self.text_rotary
+        if embedding is None and tables is not None:
+            raise ValueError(f"{tokens.name}_tables is given; this attention has no {tokens.name}_rotary")
+        if embedding is not None and tables is None:
+            assert positions is not None
+            tables = embedding(positions)
+        return self.projections_of(tokens.name)(tokens.states, None if embedding is None else embedding.config, tables)
 
     def _positions(
         self,
@@ -285,3 +276,9 @@ class MultiModalAttention(nn.Module):
             f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, cross={self.spec.cross}, "
             f"strategy={self.strategy.value}"
         )
+
+
+def heads_first(qkv: QKV) -> QKV:
+    """(batch, tokens, heads, head_dim) as (batch, heads, tokens, head_dim)."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in qkv)
+    return q, k, v

@@ -41,3 +41,15 @@ def truth(vision, text, spec, mask):
     lse = rearrange(lse, "b h g n -> b (h g) n")
     length = vision[0].shape[2]
     return out[:, :, :length], out[:, :, length:], lse[..., :length], lse[..., length:]
+
+
+def draw(generator, vision, text, heads=4, kv_heads=2, dim=16, dtype=torch.float32, batch=None):
+    """q, k and v of both; packed where there is no batch."""
+    sides = []
+    for tokens in (vision, text):
+        shapes = [(h, tokens, dim) for h in (heads, kv_heads, kv_heads)]
+        if batch is None:
+            sides.append(tuple(torch.randn(n, h, d, generator=generator).to(dtype) for h, n, d in shapes))
+        else:
+            sides.append(tuple(torch.randn(batch, h, n, d, generator=generator).to(dtype) for h, n, d in shapes))
+    return sides

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from atb_modules import AttentionConfig, KVCacheManager, RotaryConfig
-from atb_modules.multimodal import MultiModalAttention, MultiModalConfig
+from atb_modules.attention import RotaryEmbedding
+from atb_modules.multimodal import MultiModalAttention, MultiModalConfig, MultiModalLayout
 from atb_modules.testing import fresh_generator
 
 from .formula import MODES
@@ -109,6 +110,30 @@ def test_layers_share_a_step_and_a_refused_call_leaves_the_cache():
     assert cache.lengths == (16, 16)
 
 
+def test_packed_calls_with_tables_of_the_caller():
+    generator = fresh_generator()
+    module = build()
+    vision, text = torch.randn(2, 9, 24, generator=generator), torch.randn(2, 6, 24, generator=generator)
+    one, two = make_cache(), make_cache()
+    layout = MultiModalLayout.from_lengths([9, 4], [5, 2], [[3, 6], [4]])
+    padded = module(vision, text, vision_lengths=[9, 4], text_lengths=[5, 2], image_lengths=[[3, 6], [4]], kv_cache=one)
+    states = torch.cat([vision[0], vision[1, :4]]), torch.cat([text[0, :5], text[1, :2]])
+    at = torch.cat([torch.arange(9), torch.arange(4)]), torch.tensor([9, 10, 11, 12, 13, 4, 5])
+    tables = {
+        "vision_tables": RotaryEmbedding(8, ROTARY.vision_rotary)(at[0]),
+        "text_tables": RotaryEmbedding(8, ROTARY.text_rotary)(at[1]),
+    }
+    packed = module(*states, layout=layout, kv_cache=two, **tables)
+    torch.testing.assert_close(packed[0], torch.cat([padded[0][0], padded[0][1, :4]]), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(packed[1], torch.cat([padded[1][0, :5], padded[1][1, :2]]), atol=2e-6, rtol=2e-6)
+    step = {"layout": MultiModalLayout.from_lengths([0, 0], [1, 0])}
+    table = RotaryEmbedding(8, ROTARY.text_rotary)(torch.tensor([14]))
+    got = module(None, text[0, 5:], **step, kv_cache=two, text_tables=table)[1]
+    want = module(None, text[:, 5:], text_lengths=[1, 0], kv_cache=one)[1]
+    torch.testing.assert_close(got, want[0], atol=2e-6, rtol=2e-6)
+    assert one.lengths == two.lengths == (15, 6) and not want[1].any()
+
+
 def test_bfloat16_pages():
     generator = fresh_generator()
     module = build().bfloat16()
@@ -127,6 +152,10 @@ def test_refusals():
         build(config=AttentionConfig(causal=False))(None, text, kv_cache=make_cache())
     with pytest.raises(ValueError, match="kv_cache has 4 kv heads of 8 channels; this attention has 2"):
         build()(None, text, kv_cache=KVCacheManager(96, 5, 1, 4, 8, torch.float32))
+    with pytest.raises(ValueError, match="kv_cache has window 6 in layer 0; allowed: None"):
+        build()(None, text, kv_cache=make_cache(window=6))
+    with pytest.raises(ValueError, match="layer_idx is 3, the cache has layers 0 to 0"):
+        build(layer_idx=3)(None, text, kv_cache=make_cache())
 
 
 @pytest.mark.parametrize(("mode", "start"), [("text_see_vision", "zero"), ("none", "after_vision")])
