@@ -30,6 +30,8 @@ from atb_modules.multimodal.vision import (
 
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 EDGES = [(1, 1), (1, 200), (200, 1), (1, 201), (13, 15), (14, 42), (28, 28), (56, 55), (3000, 2999), (7, 1400)]
+# Sizes whose unpadded side is a whole number but for the last bits of a float.
+EDGES += [(55, 176), (88, 99), (376, 799)]
 EDGES += [(400, 900), (900, 400), (500, 500), (161, 184), (184, 161), (336, 336), (20000, 100), (1, 5000)]
 
 

@@ -281,6 +281,15 @@ def test_naflex_processor_and_resize_make_the_same_grids():
     assert packed.shape[0] == grid.prod() and packed.shape[1] == 3 * 16 * 16
 
 
+def test_naflex_processor_makes_the_patches_that_pack_images_makes():
+    from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
+
+    images = [torch.randn(3, h, w, generator=fresh_generator()) for h, w in ((32, 48), (16, 64))]
+    ours, grid = pack_images(images, 16, channels_last=True)
+    assert grid.tolist() == [[1, 2, 3], [1, 1, 4]]
+    assert torch.equal(ours, torch.cat([convert_image_to_patches(image, 16) for image in images]))
+
+
 def test_qwen_processor_makes_the_patches_that_pack_images_makes():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
@@ -303,6 +312,40 @@ def test_the_vision_part_of_a_full_model_is_found(name, tmp_path):
     pixels = torch.randn(2, 3, size, size, generator=fresh_generator())
     close(tower(pixels), model.vision_model(pixels).last_hidden_state[:, tower.num_prefix_tokens :])
     assert not any("text" in unused for unused in tower.unused_tensors)
+
+
+FULL = {
+    "qwen2_vl": tf.Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": tf.Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": tf.Qwen3VLForConditionalGeneration,
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_tower_of_a_full_qwen_is_found(name, tmp_path):
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "vocab_size": 50, "head_dim": 8, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config_class = FULL[name].config_class
+    model = build((config_class, FULL[name], {"text_config": text, "vision_config": QWENS[name][2]}))
+    tower = tower_of(model, tmp_path)
+    pixels, grid = pack_images(packed_images(fresh_generator()), 4, merge_size=2, temporal_patch_size=2)
+    visual = model.model.visual
+    close(tower(pixels, grid), fed_order(visual, visual(pixels, grid).last_hidden_state, grid))
+    assert tower.unused_tensors and all("merger" in unused for unused in tower.unused_tensors)
+
+
+def test_the_tower_of_a_llava_is_found(tmp_path):
+    text = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "vocab_size": 50, "pad_token_id": 0}
+    vision = {"model_type": "clip_vision_model", **FIXED["clip"][2]}
+    options = {"text_config": text, "vision_config": vision, "image_token_index": 40}
+    model = build((tf.LlavaConfig, tf.LlavaForConditionalGeneration, options))
+    tower = tower_of(model, tmp_path, select_layer=-2)
+    pixels = torch.randn(2, 3, 24, 24, generator=fresh_generator())
+    states = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
+    close(tower(pixels), states[-2][:, 1:])
+    assert not tower.unused_tensors
 
 
 def test_a_frozen_tower_keeps_nothing_for_backward(tmp_path):

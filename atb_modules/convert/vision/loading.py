@@ -12,6 +12,7 @@ from torch import Tensor
 from atb_modules.checks import check_parameter_dtype, check_path
 from atb_modules.convert.safetensors_files import SafetensorsSource
 from atb_modules.convert.source import ConfigSource, parse_json
+from atb_modules.convert.undrawn import undrawn
 from atb_modules.multimodal.vision import ImageTower, PackedTower
 from atb_modules.multimodal.vision.selection import SelectLayer
 
@@ -47,9 +48,9 @@ def load_vision_tower(
     tensors = SafetensorsSource.from_directory(path)
     root = find_root(family, config, tensors, path)
     marker = tensors.infos[root + _marker(family, config)]
-    tower = family.build(
-        config, select_layer=select_layer, final_norm=final_norm, dtype=marker.dtype if dtype is None else dtype
-    )
+    dtype = marker.dtype if dtype is None else dtype
+    options: dict[str, Any] = {"select_layer": select_layer, "final_norm": final_norm, "dtype": dtype}
+    tower = undrawn(lambda: family.build(config, device="meta", **options))
     tower.unused_tensors = read_slots(family.slots(tower), tensors, root, path)
     tensors.close()
     return tower

@@ -45,6 +45,7 @@ class FusedTower(nn.Module):
         self.hidden_size = self.out_channels
         self.num_prefix_tokens = 0
         self.patch_size = towers[0].patch_size
+        self.unused_tensors = tuple(name for tower in self.towers for name in getattr(tower, "unused_tensors", ()))
 
     def forward(self, pixel_values: Tensor | Sequence[Tensor]) -> Tensor:
         """Tokens of the images.

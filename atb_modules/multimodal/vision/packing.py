@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atb_modules.checks import check_floating, check_int, check_tensor
+from atb_modules.checks import check_bool, check_floating, check_int, check_tensor
 
 GridTHW = tuple[int, int, int]
 
@@ -138,7 +138,12 @@ def window_partition(
 
 
 def pack_images(
-    images: Sequence[Tensor], patch_size: int, *, merge_size: int = 1, temporal_patch_size: int = 1
+    images: Sequence[Tensor],
+    patch_size: int,
+    *,
+    merge_size: int = 1,
+    temporal_patch_size: int = 1,
+    channels_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Images of any size as one sequence of patches.
 
@@ -146,6 +151,7 @@ def pack_images(
         images: each (C, H, W), or a video (frames, C, H, W); H and W multiples of patch_size * merge_size. A video
             whose frames do not fill the last temporal patch repeats its last one; an image fills one by itself.
         patch_size, merge_size, temporal_patch_size: of the tower.
+        channels_last: whether a patch's values lie (frame, row, column, channel), as SigLIP2 NaFlex takes them.
 
     Returns:
         patches (patches, C * T * P * P) in a kernel's order (channel, frame, row, column), and grid_thw int64
@@ -160,6 +166,7 @@ def pack_images(
         ("temporal_patch_size", temporal_patch_size),
     ):
         check_int(name, value)
+    check_bool("channels_last", channels_last)
     if not len(images):
         raise ValueError("images is empty; allowed: at least one image")
     parts, grids = [], []
@@ -172,7 +179,7 @@ def pack_images(
             raise ValueError(
                 f"images[{index}] has {frames.shape[1]} channels; images[0] has {images[0].shape[-3]}, must be equal"
             )
-        patches, grid = _frame_patches(frames, index, patch_size, merge_size, temporal_patch_size)
+        patches, grid = _frame_patches(frames, index, patch_size, merge_size, temporal_patch_size, channels_last)
         parts.append(patches)
         grids.append(grid)
     return torch.cat(parts), torch.tensor(grids, dtype=torch.int64, device=parts[0].device)
@@ -185,7 +192,7 @@ def pad_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
 
 
 def _frame_patches(
-    frames: Tensor, index: int, patch_size: int, merge_size: int, temporal_patch_size: int
+    frames: Tensor, index: int, patch_size: int, merge_size: int, temporal_patch_size: int, channels_last: bool
 ) -> tuple[Tensor, GridTHW]:
     factor = patch_size * merge_size
     for side, name in zip(frames.shape[-2:], ("high", "wide"), strict=True):
@@ -207,8 +214,9 @@ def _frame_patches(
         merge_size,
         patch_size,
     )
-    # (t, T, C, hb, hm, p, wb, wm, p) -> (t, hb, wb, hm, wm | C, T, p, p)
-    return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), grid
+    # (t, T, C, hb, hm, p, wb, wm, p) -> (t, hb, wb, hm, wm | C, T, p, p), or | T, p, p, C
+    values = (1, 5, 8, 2) if channels_last else (2, 1, 5, 8)
+    return cut.permute(0, 3, 6, 4, 7, *values).reshape(t * h * w, -1), grid
 
 
 def unpad_patches(pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:

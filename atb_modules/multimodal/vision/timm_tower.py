@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from atb_modules.checks import check_floating
 
+from .recording import recording
 from .selection import SelectLayer, checked_layers, resolve_selection
 
 
@@ -57,11 +57,12 @@ class TimmTower(nn.Module):
         self.out_channels = self.hidden_size * len(self.selection.states)
         self.num_prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
         self.patch_size = _patch_size(self.model)
+        self.unused_tensors: tuple[str, ...] = ()
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(images, channels, height, width) -> (images, patches, out_channels), row by row, without prefix tokens."""
         check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
-        with self._recording(pixel_values):
+        with recording(self, pixel_values):
             if self.plain:
                 return self._tokens(self.model.forward_features(pixel_values))
             chosen = self._intermediates(pixel_values, self.selection.states, self.selection.norm)
@@ -71,7 +72,7 @@ class TimmTower(nn.Module):
         """``forward``'s tokens, and the tokens behind each of ``layers``, from 0."""
         states = checked_layers(layers, self.num_layers)
         check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
-        with self._recording(pixel_values):
+        with recording(self, pixel_values):
             if not (self.plain and states):
                 return self(pixel_values), self._intermediates(pixel_values, states, False)
             features, maps = self.model.forward_intermediates(pixel_values, **_asked(states))
@@ -97,10 +98,6 @@ class TimmTower(nn.Module):
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             return features.flatten(1, 2)
         return features.flatten(2).transpose(1, 2)
-
-    def _recording(self, pixel_values: Tensor) -> contextlib.AbstractContextManager[None]:
-        needed = pixel_values.requires_grad or any(p.requires_grad for p in self.parameters())
-        return contextlib.nullcontext() if needed else torch.no_grad()
 
     def extra_repr(self) -> str:
         return f"{type(self.model).__name__}, states={self.selection.states}, prefix={self.num_prefix_tokens}"

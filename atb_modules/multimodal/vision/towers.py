@@ -6,8 +6,8 @@ sequence (Qwen-VL, SigLIP2 NaFlex). Neither holds a projector, a pooling head or
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .config import VisionConfig
 from .packing import GridTHW, Windows, frame_starts, merge_order, patch_positions, read_grids, window_partition
 from .patch_embed import PatchEmbed
 from .positions import LearnedPositions, rotary_tables_2d
+from .recording import recording
 from .selection import SelectLayer, checked_layers, resolve_selection
 
 RunLayer = Callable[[int, Tensor], Tensor]
@@ -74,7 +75,18 @@ class VisionTower(nn.Module):
         self.num_prefix_tokens = config.num_prefix_tokens
         self.patch_size = config.patch_size
         self.unused_tensors: tuple[str, ...] = ()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._build_embeddings(**where)
         norm = NormConfig(eps=config.norm_eps, cast_order=NormCastOrder.WEIGHT_LAST)
+        self.pre_norm = self.post_norm = None
+        if config.pre_norm:
+            self.pre_norm = build_norm(config.norm_type, config.hidden_size, norm, **where)
+        self.layers = nn.ModuleList(_layer(config, norm, attention_type, **where) for _ in range(config.num_layers))
+        if config.post_norm:
+            self.post_norm = build_norm(config.norm_type, config.hidden_size, norm, **where)
+
+    def _build_embeddings(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        config = self.config
         self.patch_embed = PatchEmbed(
             config.patch_size,
             config.hidden_size,
@@ -95,30 +107,6 @@ class VisionTower(nn.Module):
         if config.num_registers:
             shape = config.num_registers, config.hidden_size
             self.registers = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
-        self.pre_norm = self.post_norm = None
-        if config.pre_norm:
-            self.pre_norm = build_norm(config.norm_type, config.hidden_size, norm, device, dtype)
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                config.hidden_size,
-                config.num_heads,
-                intermediate_size=config.intermediate_size,
-                layernorm_type=config.norm_type,
-                attention_type=attention_type,
-                mlp_type=config.mlp_type,
-                layer_type=LayerType.ENCODER,
-                rotary=None if config.rotary_base is None else RotaryConfig(base=config.rotary_base),
-                attention=AttentionConfig(qkv_bias=config.qkv_bias, out_bias=True),
-                norm=norm,
-                mlp=MLPConfig(bias=config.mlp_bias),
-                residual=ResidualConfig(layer_scale=1.0 if config.layer_scale else None),
-                device=device,
-                dtype=dtype,
-            )
-            for _ in range(config.num_layers)
-        )
-        if config.post_norm:
-            self.post_norm = build_norm(config.norm_type, config.hidden_size, norm, device, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -127,10 +115,6 @@ class VisionTower(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.patch_embed.proj.weight.dtype
-
-    def _recording(self, pixel_values: Tensor) -> contextlib.AbstractContextManager[None]:
-        needed = pixel_values.requires_grad or any(p.requires_grad for p in self.parameters())
-        return contextlib.nullcontext() if needed else torch.no_grad()
 
     def _states(self, x: Tensor, run: RunLayer, extra: Sequence[int]) -> dict[int, Tensor]:
         """Hidden states by number: those selected and ``extra``; layers behind the last of them do not run."""
@@ -179,7 +163,7 @@ class ImageTower(VisionTower):
         check_tensor("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
         grid = self.grid_of(pixel_values)
         prefix = self.num_prefix_tokens
-        with self._recording(pixel_values):
+        with recording(self, pixel_values):
             x = self._embed(pixel_values, grid)
             states = self._states(x, lambda index, hidden: self.layers[index](hidden), extra)
             if prefix:
@@ -256,7 +240,7 @@ class PackedTower(VisionTower):
         check_tensor("pixel_values", pixel_values, "a tensor (patches, values)")
         patches = pixel_values.shape[0] if pixel_values.dim() else None
         grids = read_grids(grid_thw, patches, self.config.merge_size)
-        with self._recording(pixel_values):
+        with recording(self, pixel_values):
             x = self.patch_embed(pixel_values)
             if not x.shape[0]:
                 empty = x.new_zeros(0, self.out_channels)
@@ -317,3 +301,28 @@ def build_tower(
     check_type("config", config, VisionConfig)
     kind = PackedTower if config.image_size is None else ImageTower
     return kind(config, select_layer=select_layer, final_norm=final_norm, device=device, dtype=dtype)
+
+
+def _layer(
+    config: VisionConfig,
+    norm: NormConfig,
+    attention_type: str,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> TransformerLayer:
+    return TransformerLayer(
+        config.hidden_size,
+        config.num_heads,
+        intermediate_size=config.intermediate_size,
+        layernorm_type=config.norm_type,
+        attention_type=attention_type,
+        mlp_type=config.mlp_type,
+        layer_type=LayerType.ENCODER,
+        rotary=None if config.rotary_base is None else RotaryConfig(base=config.rotary_base),
+        attention=AttentionConfig(qkv_bias=config.qkv_bias, out_bias=True),
+        norm=norm,
+        mlp=MLPConfig(bias=config.mlp_bias),
+        residual=ResidualConfig(layer_scale=1.0 if config.layer_scale else None),
+        device=device,
+        dtype=dtype,
+    )

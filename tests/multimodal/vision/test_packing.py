@@ -64,10 +64,12 @@ def test_images_without_merging_are_cut_row_by_row():
     assert torch.equal(patches, cut_patches(image.unsqueeze(0), 4)[0])
 
 
-@pytest.mark.parametrize(("frames", "padded"), [(1, 2), (2, 2), (3, 4), (5, 6), (6, 6)])
-def test_the_last_frame_fills_the_last_temporal_patch(frames, padded):
+@pytest.mark.parametrize(
+    ("frames", "depth", "padded"), [(1, 2, 2), (2, 2, 2), (3, 2, 4), (1, 3, 3), (4, 3, 6), (5, 3, 6), (6, 4, 8)]
+)
+def test_the_last_frame_fills_the_last_temporal_patch(frames, depth, padded):
     video = torch.randn(frames, 3, 4, 4, generator=fresh_generator())
-    out = pad_frames(video, 2)
+    out = pad_frames(video, depth)
     assert out.shape[0] == padded
     assert torch.equal(out[:frames], video) and all(torch.equal(frame, video[-1]) for frame in out[frames:])
 

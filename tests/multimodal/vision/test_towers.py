@@ -211,6 +211,22 @@ def test_a_frozen_packed_tower_keeps_nothing_for_backward(config):
     assert not kept and not out.requires_grad and not middle.requires_grad
 
 
+@pytest.mark.parametrize("config", [IMAGE, PACKED, WINDOWED], ids=["fixed", "whole", "windowed"])
+def test_states_kept_on_the_way_are_not_overwritten_by_later_layers(config):
+    """Without gradients the layers work in place."""
+    tower = build_tower(config, select_layer=[0, 1, 2, -1])
+    inputs = (torch.randn(2, 3, 8, 12, generator=fresh_generator()),)
+    if config is not IMAGE:
+        frames = config.temporal_patch_size
+        inputs = pack_images(images((8, 8), (16, 8)), 4, merge_size=2, temporal_patch_size=frames)
+    before = [tensor.clone() for tensor in inputs]
+    tokens, kept = tower.forward_intermediates(*inputs, [0, 1])
+    frozen_tokens, frozen_kept = tower.requires_grad_(False).forward_intermediates(*inputs, [0, 1])
+    for ours, theirs in zip((frozen_tokens, *frozen_kept), (tokens, *kept), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
+
+
 def ragged(patches=4096, window=64, last=40):
     """Two images in one pack: windows of 64 patches, the last one of each cut off."""
     half = patches // 2
