@@ -10,6 +10,8 @@ PY_FILES := atb_modules tests benchmarks examples
 demo: $(VENV)/.demo
 	@echo "== SmolLM2-135M-Instruct through atb_modules, beside transformers"
 	$(BIN)/python -m examples.demo
+	@echo "== A photograph and handwritten digits through the vision side"
+	$(BIN)/python -m examples.picture
 
 test: lint unit
 

@@ -12,7 +12,7 @@ from atb_modules.multimodal.projectors import MLPProjector
 from atb_modules.multimodal.tiling import WholeImage
 from atb_modules.multimodal.vision import ImageTower, PositionConfig, VisionConfig
 
-NAMES = "zero one two three four five six seven eight nine".split()
+NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 WORDS = ["<image>", "which", "digit", "is", "this", "?", "it", ".", *NAMES]
 QUESTION, ANSWER = ["which", "digit", "is", "this", "?"], ["it", "is"]
 
