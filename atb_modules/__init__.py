@@ -41,6 +41,15 @@ from atb_modules.models.config import InferenceConfig, ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import save_model
+from atb_modules.multimodal import (
+    CrossAttentionMode,
+    MultiModalAttention,
+    MultiModalConfig,
+    MultiModalTransformerLayer,
+    multimodal_attention,
+)
+from atb_modules.multimodal.llava import LlavaModel
+from atb_modules.multimodal.qwen_vl import QwenVLConfig, QwenVLModel
 from atb_modules.norm import (
     AdaLayerNorm,
     AdaLayerNormZero,
@@ -74,6 +83,7 @@ from atb_modules.strategies import (
     DecodeStrategy,
     LinearStrategy,
     MLPStrategy,
+    MultiModalStrategy,
     NormStrategy,
     RotaryStrategy,
     use_strategy,
@@ -90,6 +100,7 @@ __all__ = [
     "AttentionStrategy",
     "AttentionType",
     "CachePolicy",
+    "CrossAttentionMode",
     "CacheStrategy",
     "Causal",
     "DecodeStrategy",
@@ -107,12 +118,17 @@ __all__ = [
     "LayerType",
     "Linear",
     "LinearStrategy",
+    "LlavaModel",
     "MLPConfig",
     "MLPStrategy",
     "MLPType",
     "MoE",
     "MoEConfig",
     "ModelConfig",
+    "MultiModalAttention",
+    "MultiModalConfig",
+    "MultiModalStrategy",
+    "MultiModalTransformerLayer",
     "NormCastOrder",
     "NormConfig",
     "NormPlacement",
@@ -121,6 +137,8 @@ __all__ = [
     "QKNormOrder",
     "QKVLayout",
     "QuantizedPages",
+    "QwenVLConfig",
+    "QwenVLModel",
     "RMSNorm",
     "ResidualConfig",
     "RopeScalingKind",
@@ -149,6 +167,7 @@ __all__ = [
     "matmul",
     "merge_attention",
     "merge_heads",
+    "multimodal_attention",
     "record_router_logits",
     "restore",
     "save_model",

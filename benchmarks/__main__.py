@@ -28,6 +28,7 @@ BENCHMARKS = (
     "families",
     "vision",
     "multimodal",
+    "vlm",
 )
 
 
