@@ -135,11 +135,12 @@ class MultiModalLayout:
                 check_int(f"{name}[{index}]", length, least=0)
         if len(vision_lengths) != len(text_lengths):
             raise ValueError(f"vision_lengths has {len(vision_lengths)} rows and text_lengths {len(text_lengths)}")
-        images = None
+        starts = None
         if image_lengths is not None:
             check_image_lengths(image_lengths, vision_lengths)
-            images = _starts(list(itertools.chain.from_iterable(image_lengths)), device)
-        return cls(_starts(vision_lengths, device), _starts(text_lengths, device), images)
+            if any(sum(length > 0 for length in images) > 1 for images in image_lengths):
+                starts = _starts(list(itertools.chain.from_iterable(image_lengths)), device)
+        return cls(_starts(vision_lengths, device), _starts(text_lengths, device), starts)
 
     @property
     def samples(self) -> int:
