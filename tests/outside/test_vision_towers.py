@@ -15,7 +15,6 @@ from atb_modules.multimodal.vision import (
     Interpolation,
     PositionConfig,
     build_tower,
-    naflex_resize,
     pack_images,
     unpad_patches,
 )
@@ -223,6 +222,25 @@ def test_slots_are_views_in_the_files_shapes_and_cover_every_parameter(name):
     assert unused <= {"head", "merger", "deepstack_merger_list", "mask_token"}
 
 
+@pytest.mark.parametrize("name", [*FIXED, *QWENS])
+def test_what_slots_write_transformers_reads(name, tmp_path):
+    entry = FIXED.get(name) or QWENS[name]
+    tower = tower_of(build(entry), tmp_path)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(0.9)
+    file = tmp_path / "model.safetensors"
+    slots = vision_family_of(tower.config.family).slots(tower)
+    save_file(load_file(file) | {key: slot.contiguous() for key, slot in slots.items()}, file, {"format": "pt"})
+    model = entry[1].from_pretrained(tmp_path).eval()
+    if name in QWENS:
+        pixels, grid = pack_images(packed_images(fresh_generator()), 4, merge_size=2, temporal_patch_size=2)
+        close(tower(pixels, grid), fed_order(model, model(pixels, grid).last_hidden_state, grid))
+    else:
+        pixels = torch.randn(1, 3, model.config.image_size, model.config.image_size, generator=fresh_generator())
+        close(tower(pixels), model(pixels).last_hidden_state[:, tower.num_prefix_tokens :])
+
+
 @pytest.mark.parametrize("name", ["dinov2", "dinov2_registers"])
 @pytest.mark.parametrize("size", [(24, 24), (16, 40), (8, 8), (56, 48)])
 def test_dinov2_positions_are_resampled_as_its_two_checkpoints_were_trained(name, size, tmp_path):
@@ -268,38 +286,6 @@ def test_naflex_layers_are_those_of_hidden_states(tmp_path):
     states = model(pixels, mask, shapes, output_hidden_states=True).hidden_states
     theirs = torch.cat([states[-2], states[0]], dim=-1)[mask.bool()]
     close(tower(*unpad_patches(pixels, mask, shapes)), theirs)
-
-
-def test_naflex_processor_and_resize_make_the_same_grids():
-    from transformers.models.siglip2.image_processing_siglip2 import Siglip2ImageProcessor
-
-    image = torch.randint(0, 256, (3, 70, 45), generator=fresh_generator(), dtype=torch.uint8)
-    batch = Siglip2ImageProcessor()(image, return_tensors="pt")
-    height, width = naflex_resize(70, 45)
-    assert batch["spatial_shapes"].tolist() == [[height // 16, width // 16]]
-    packed, grid = unpad_patches(batch["pixel_values"], batch["pixel_attention_mask"], batch["spatial_shapes"])
-    assert packed.shape[0] == grid.prod() and packed.shape[1] == 3 * 16 * 16
-
-
-def test_naflex_processor_makes_the_patches_that_pack_images_makes():
-    from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
-
-    images = [torch.randn(3, h, w, generator=fresh_generator()) for h, w in ((32, 48), (16, 64))]
-    ours, grid = pack_images(images, 16, channels_last=True)
-    assert grid.tolist() == [[1, 2, 3], [1, 1, 4]]
-    assert torch.equal(ours, torch.cat([convert_image_to_patches(image, 16) for image in images]))
-
-
-def test_qwen_processor_makes_the_patches_that_pack_images_makes():
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-
-    generator = fresh_generator()
-    images = [torch.rand(3, h, w, generator=generator) for h, w in ((56, 84), (84, 28))]
-    processor = Qwen2VLImageProcessor(do_resize=False, do_rescale=False, do_normalize=False)
-    theirs = processor(images, return_tensors="pt")
-    ours, grid = pack_images(images, 14, merge_size=2, temporal_patch_size=2)
-    assert torch.equal(grid, theirs["image_grid_thw"])
-    close(ours, theirs["pixel_values"])
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
@@ -393,23 +379,3 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
     theirs = model.bfloat16()(pixels.bfloat16()).last_hidden_state[:, tower.num_prefix_tokens :].float()
     ours = tower.bfloat16()(pixels.bfloat16()).float()
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max() + 2**-8 * exact.abs().max()
-
-
-def test_a_directory_that_is_none_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json does not exist"):
-        load_vision_tower(tmp_path)
-    model = build(FIXED["clip"])
-    model.config.model_type = "clip_vision_model"
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    gone = tensors.pop("encoder.layers.1.mlp.fc2.bias")
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match="1 tensors missing: encoder.layers.1.mlp.fc2.bias"):
-        load_vision_tower(tmp_path)
-    save_file({**tensors, "encoder.layers.1.mlp.fc2.bias": gone[:5].clone()}, file)
-    with pytest.raises(ValueError, match=r"fc2.bias' has shape \(5,\); the configuration makes it \(32,\)"):
-        load_vision_tower(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="model_type is 'bert'; allowed: clip_vision_model"):
-        load_vision_tower(tmp_path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 from atb_modules.convert.source import ConfigSource
 from atb_modules.multimodal.vision import Interpolation, PositionConfig, VisionConfig
 
-from .family import ACTIVATIONS, VisionFamily, no_dropout, one_size, square
+from .family import ACTIVATIONS, VisionFamily, depth, no_dropout, one_size, square, square_side
 from .names import VisionNames
 
 LAYER = {
@@ -23,68 +23,46 @@ LAYER = {
 }
 
 
-def _clip(config: ConfigSource) -> VisionConfig:
-    image, patch = square(config, "image_size", 224), one_size(config, "patch_size", 32)
+def _vit(config: ConfigSource, patch_size: int, activation: str, eps: float) -> dict[str, Any]:
+    """What the three configurations share; they differ in defaults."""
     no_dropout(config, "attention_dropout")
-    return VisionConfig(
-        family="clip",
-        hidden_size=config.count("hidden_size", 768),
-        num_layers=config.layers("num_hidden_layers") if config.has("num_hidden_layers") else 12,
-        num_heads=config.count("num_attention_heads", 12),
-        intermediate_size=config.count("intermediate_size", 3072),
-        patch_size=patch,
-        in_channels=config.count("num_channels", 3),
-        image_size=image,
-        patch_bias=False,
-        mlp_type=config.choice("hidden_act", "quick_gelu", ACTIVATIONS),
-        norm_eps=config.positive("layer_norm_eps", 1e-5),
-        class_token=True,
-        pre_norm=True,
-        post_norm=True,
-        positions=PositionConfig((image[0] // patch, image[1] // patch)),
-    )
+    return {
+        "hidden_size": config.count("hidden_size", 768),
+        "num_layers": depth(config, "num_hidden_layers", 12),
+        "num_heads": config.count("num_attention_heads", 12),
+        "intermediate_size": config.count("intermediate_size", 3072),
+        "patch_size": one_size(config, "patch_size", patch_size),
+        "in_channels": config.count("num_channels", 3),
+        "mlp_type": config.choice("hidden_act", activation, ACTIVATIONS),
+        "norm_eps": config.positive("layer_norm_eps", eps),
+        "post_norm": True,
+    }
+
+
+def _clip(config: ConfigSource) -> VisionConfig:
+    common, image = _vit(config, 32, "quick_gelu", 1e-5), square(config, "image_size", 224)
+    own: dict[str, Any] = {"patch_bias": False, "class_token": True, "pre_norm": True}
+    return VisionConfig("clip", image_size=image, positions=_one_grid(image, common["patch_size"]), **common, **own)
 
 
 def _siglip(config: ConfigSource) -> VisionConfig:
-    image, patch = square(config, "image_size", 224), one_size(config, "patch_size", 16)
-    no_dropout(config, "attention_dropout")
-    return VisionConfig(
-        family="siglip",
-        hidden_size=config.count("hidden_size", 768),
-        num_layers=config.layers("num_hidden_layers") if config.has("num_hidden_layers") else 12,
-        num_heads=config.count("num_attention_heads", 12),
-        intermediate_size=config.count("intermediate_size", 3072),
-        patch_size=patch,
-        in_channels=config.count("num_channels", 3),
-        image_size=image,
-        mlp_type=config.choice("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS),
-        norm_eps=config.positive("layer_norm_eps", 1e-6),
-        post_norm=True,
-        last_is_normed=True,
-        positions=PositionConfig((image[0] // patch, image[1] // patch)),
-    )
+    common, image = _vit(config, 16, "gelu_pytorch_tanh", 1e-6), square(config, "image_size", 224)
+    positions = _one_grid(image, common["patch_size"])
+    return VisionConfig("siglip", image_size=image, positions=positions, last_is_normed=True, **common)
 
 
 def _siglip2(config: ConfigSource) -> VisionConfig:
-    patches = config.count("num_patches", 256)
-    side = math.isqrt(patches)
-    if side * side != patches:
-        raise config.error(f"num_patches is {patches}; allowed: a square number")
-    no_dropout(config, "attention_dropout")
-    return VisionConfig(
-        family="siglip2",
-        hidden_size=config.count("hidden_size", 768),
-        num_layers=config.layers("num_hidden_layers") if config.has("num_hidden_layers") else 12,
-        num_heads=config.count("num_attention_heads", 12),
-        intermediate_size=config.count("intermediate_size", 3072),
-        patch_size=one_size(config, "patch_size", 16),
-        in_channels=config.count("num_channels", 3),
-        mlp_type=config.choice("hidden_act", "gelu_pytorch_tanh", ACTIVATIONS),
-        norm_eps=config.positive("layer_norm_eps", 1e-6),
-        post_norm=True,
-        last_is_normed=True,
-        positions=PositionConfig((side, side), Interpolation("bilinear", antialias=True)),
-    )
+    side = square_side(config, "num_patches", 256)
+    positions = PositionConfig((side, side), Interpolation("bilinear", antialias=True))
+    common = _vit(config, 16, "gelu_pytorch_tanh", 1e-6)
+    return VisionConfig("siglip2", positions=positions, last_is_normed=True, **common)
+
+
+def _one_grid(image: tuple[int, int], patch: int) -> PositionConfig:
+    """Positions of images of one size; transformers resamples these where it is told to alone."""
+    if min(image) < patch:
+        raise ValueError(f"image_size is {image}; allowed: at least patch_size {patch}")
+    return PositionConfig((image[0] // patch, image[1] // patch))
 
 
 _CLIP_NAMES = VisionNames(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atb_modules.convert.source import ConfigSource
 from atb_modules.multimodal.vision import Interpolation, PositionConfig, VisionConfig
 
-from .family import ACTIVATIONS, VisionFamily, no_dropout, one_size, square
+from .family import ACTIVATIONS, VisionFamily, depth, no_dropout, one_size, square
 from .names import VisionNames
 
 
@@ -22,7 +22,7 @@ def _dinov2(
     return VisionConfig(
         family=family,
         hidden_size=hidden,
-        num_layers=config.layers("num_hidden_layers") if config.has("num_hidden_layers") else 12,
+        num_layers=depth(config, "num_hidden_layers", 12),
         num_heads=config.count("num_attention_heads", 12),
         intermediate_size=width,
         patch_size=patch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,6 +90,20 @@ def one_size(config: ConfigSource, key: str, default: int) -> int:
             raise config.error(f"{key} is {value!r}; allowed: a positive integer, or equal ones")
         return ConfigSource({key: value[0]}, config.path).count(key)
     return config.count(key, default)
+
+
+def depth(config: ConfigSource, key: str, default: int) -> int:
+    """A number of layers."""
+    return config.layers(key) if config.has(key) else default
+
+
+def square_side(config: ConfigSource, key: str, default: int) -> int:
+    """The side of a square table of positions, whose number of entries the key gives."""
+    entries = config.count(key, default)
+    side = math.isqrt(entries)
+    if side * side != entries:
+        raise config.error(f"{key} is {entries}; allowed: a square number")
+    return side
 
 
 def no_dropout(config: ConfigSource, *keys: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from atb_modules.convert.source import ConfigSource
 from atb_modules.multimodal.vision import Interpolation, PositionConfig, VisionConfig
 
-from .family import ACTIVATIONS, VisionFamily, one_size
+from .family import ACTIVATIONS, VisionFamily, depth, one_size, square_side
 from .names import VisionNames
 
 _TOWER = {"patch_embed": "patch_embed.proj"}
@@ -17,10 +15,6 @@ _LAYER = {
     "o": "attn.proj",
     "mlp_norm": "norm2",
 }
-
-
-def _depth(config: ConfigSource, default: int) -> int:
-    return config.layers("depth") if config.has("depth") else default
 
 
 def _rotary_base(config: ConfigSource) -> float:
@@ -47,7 +41,7 @@ def _qwen2_vl(config: ConfigSource) -> VisionConfig:
     return VisionConfig(
         family="qwen2_vl",
         hidden_size=hidden,
-        num_layers=_depth(config, 32),
+        num_layers=depth(config, "depth", 32),
         num_heads=config.count("num_heads", 16),
         intermediate_size=int(hidden * config.positive("mlp_ratio", 4)),
         patch_size=one_size(config, "patch_size", 14),
@@ -64,7 +58,7 @@ def _qwen2_5_vl(config: ConfigSource) -> VisionConfig:
     return VisionConfig(
         family="qwen2_5_vl",
         hidden_size=config.count("hidden_size", 3584),
-        num_layers=_depth(config, 32),
+        num_layers=depth(config, "depth", 32),
         num_heads=config.count("num_heads", 16),
         intermediate_size=config.count("intermediate_size", 3420),
         patch_size=one_size(config, "patch_size", 14),
@@ -81,14 +75,11 @@ def _qwen2_5_vl(config: ConfigSource) -> VisionConfig:
 
 
 def _qwen3_vl(config: ConfigSource) -> VisionConfig:
-    positions = config.count("num_position_embeddings", 2304)
-    side = math.isqrt(positions)
-    if side * side != positions:
-        raise config.error(f"num_position_embeddings is {positions}; allowed: a square number")
+    side = square_side(config, "num_position_embeddings", 2304)
     return VisionConfig(
         family="qwen3_vl",
         hidden_size=config.count("hidden_size", 1152),
-        num_layers=_depth(config, 27),
+        num_layers=depth(config, "depth", 27),
         num_heads=config.count("num_heads", 16),
         intermediate_size=config.count("intermediate_size", 4304),
         patch_size=one_size(config, "patch_size", 16),
