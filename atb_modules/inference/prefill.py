@@ -38,7 +38,7 @@ def prefill(model: DecoderModel, cache: KVCacheManager, prompts: Sequence[Prompt
     """
     done = list(cache.lengths)
     for prompt, begin in zip(prompts, done, strict=True):
-        prompt.prepare(begin)
+        prompt.prepare(begin, cache)
     last: dict[int, Tensor] = {}
     while any(counts := next_counts(prompts, done, chunk_size)):
         piece = packed_piece(model, prompts, done, counts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from atb_modules.models.inputs import Deepstack
 
 if TYPE_CHECKING:
+    from atb_modules.attention import KVCacheManager
     from atb_modules.attention.cache.prefix import PrefixImage
     from atb_modules.models.decoder import DecoderModel
 
@@ -45,7 +46,7 @@ class Prompt:
         """The images that begin before token ``end``."""
         return tuple(image for image in self.images if image[0] < end)
 
-    def prepare(self, begin: int) -> None:
+    def prepare(self, begin: int, cache: KVCacheManager) -> None:
         """Called once, before the pieces: tokens before ``begin`` are in the cache already."""
 
     def embeds(self, model: DecoderModel, begin: int, end: int) -> Tensor:

@@ -14,6 +14,8 @@ from .placeholders import Span
 from .visuals import Features, VisualBatch
 
 if TYPE_CHECKING:
+    from atb_modules.attention import KVCacheManager
+    from atb_modules.attention.cache.features import FeatureStore
     from atb_modules.models.decoder import DecoderModel
 
 
@@ -28,22 +30,30 @@ class FeatureReader:
     def __init__(self, encode: Callable[[VisualBatch], Features], batch: VisualBatch) -> None:
         self.batch = batch
         self._encode = encode
+        self.digests = [batch.digest(item) for item in range(len(batch.visuals))]
         self._wanted: dict[int, None] = {}
         self._features: dict[int, Features] = {}
+        self._store: FeatureStore | None = None
 
-    def want(self, items: Sequence[int]) -> None:
-        """These will be read."""
+    def want(self, items: Sequence[int], store: FeatureStore) -> None:
+        """These will be read; what the store has of them need not be encoded, and it gets what is."""
+        self._store = store
         self._wanted |= dict.fromkeys(items)
+        for item in items:
+            known = store.get(self.digests[item])
+            if known is not None:
+                self._features[item] = known
 
     def __getitem__(self, item: int) -> Features:
         if item not in self._features:
-            self.want([item])
-            missing = sorted(set(self._wanted) - set(self._features))
+            missing = sorted({item, *self._wanted} - set(self._features))
             tokens, deepstack = self._encode(self.batch.select(missing))
             lengths = [self.batch.visuals[number].length for number in missing]
             layers = [layer.split(lengths) for layer in deepstack]
             for place, (number, part) in enumerate(zip(missing, tokens.split(lengths), strict=True)):
                 self._features[number] = part, tuple(layer[place] for layer in layers)
+                if self._store is not None:
+                    self._store.put(self.digests[number], self._features[number])
         return self._features[item]
 
 
@@ -68,12 +78,12 @@ class VisionPrompt(Prompt):
         shifts: Sequence[tuple[int, int]] = (),
         both_ways: bool = False,
     ) -> None:
-        super().__init__(tokens, [(span.start, reader.batch.digest(span.item)) for span in spans], shifts)
+        super().__init__(tokens, [(span.start, reader.digests[span.item]) for span in spans], shifts)
         self._spans, self._reader, self._position_ids = list(spans), reader, position_ids
         self._both_ways = both_ways
 
-    def prepare(self, begin: int) -> None:
-        self._reader.want([span.item for span in self._spans if span.start + span.length > begin])
+    def prepare(self, begin: int, cache: KVCacheManager) -> None:
+        self._reader.want([span.item for span in self._spans if span.start + span.length > begin], cache.features)
 
     def embeds(self, model: DecoderModel, begin: int, end: int) -> Tensor:
         embeds = super().embeds(model, begin, end)

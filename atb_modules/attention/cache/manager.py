@@ -13,6 +13,7 @@ from atb_modules.strategies import parse_enum
 
 from .book import PageBook
 from .contents import PageContents
+from .features import FeatureStore
 from .groups import LayerGroup
 from .layer_steps import LayerCalls, LayerSteps
 from .pool import OutOfPagesError, PagePool
@@ -107,6 +108,8 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         self._registered_layers = 0
         self._newest: CacheStep | None = None
         self.layer_steps = LayerSteps(self.num_layers)
+        #: what encoders made of the images in prompts, by their content
+        self.features = FeatureStore()
 
     def _reserved(self, num_pages: int, device: torch.device | str | None) -> list[tuple[Pages, Pages]]:
         sizes = self.num_kv_heads, self.page_size, self.head_dim
@@ -163,12 +166,13 @@ class KVCacheManager(PrefixSharing, PageContents, LayerCalls):
         check_rows(name, count, open_rows, self._max_blocks, len(self._book.groups))
 
     def reset(self) -> None:
-        """Closes all sequences and forgets all registered prefixes."""
+        """Closes all sequences and forgets all registered prefixes and features of images."""
         self.begin(0)
         for group in self._book.groups:
             for page in list(group.pool.node_of):
                 group.pool.unregister(page)
         self._book.prefixes.clear()
+        self.features.clear()
 
     def grow(self, num_pages: int) -> bool:
         """Reserves a pool of `num_pages` pages a layer in place of a smaller one, while no page holds anything.

@@ -119,11 +119,12 @@ class Counter:
         monkeypatch.setattr(towers.VisionTower, "_states", counted)
 
 
+@pytest.mark.parametrize("page_size", [4, 64])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_question_reads_the_image_from_the_cache(checkpoint, batch_of, monkeypatch, family):
+def test_a_second_question_reads_the_image_from_the_cache(checkpoint, batch_of, monkeypatch, family, page_size):
     model = atb.load_inference_model(checkpoint(family)[1])
     batch = batch_of(family, "one")
-    cache = model.new_cache(256, page_size=4, num_pages=128)
+    cache = model.new_cache(256, page_size=page_size, num_pages=128)
     counter = Counter(monkeypatch, model)
     question = torch.cat([batch.input_ids, torch.tensor([[7, 8, 9]])], 1)
     other = torch.cat([batch.input_ids, torch.tensor([[11, 12]])], 1)
