@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_PIECE = 2**17
+#: x sigmoid(1.702 x) is SiLU of 1.702 x, scaled back: one tensor fewer to keep for a backward.
+_QUICK = 1.702
 
 
 def activation_torch(x: Tensor, kind: str) -> Tensor:
@@ -18,7 +19,7 @@ def activation_torch(x: Tensor, kind: str) -> Tensor:
     if kind == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if kind == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
+        return F.silu(_QUICK * x) * (1.0 / _QUICK)
     if kind == "relu":
         return F.relu(x)
     return F.relu(x).square()
@@ -32,7 +33,4 @@ def activation_torch_(x: Tensor, kind: str) -> Tensor:
         return torch.ops.aten.gelu_(x, approximate="tanh" if kind == "gelu_tanh" else "none")
     if kind in ("relu", "relu2"):
         return x.relu_() if kind == "relu" else x.relu_().square_()
-    # Piece by piece, so that the factor stays in the cache.
-    for piece in x.view(-1).split(_PIECE) if x.is_contiguous() else (x,):
-        piece.mul_((1.702 * piece).sigmoid_())
-    return x
+    return F.silu(x.mul_(_QUICK), inplace=True).mul_(1.0 / _QUICK)

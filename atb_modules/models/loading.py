@@ -14,7 +14,7 @@ from atb_modules.multimodal.model import VisionLanguageModel
 
 from .config import InferenceConfig, check_dtype
 from .decoder import DecoderModel
-from .draws import without_draws
+from .draws import undrawn
 from .slots import weight_slots
 
 
@@ -60,11 +60,11 @@ def load_inference_model(path: str | Path, config: InferenceConfig | None = None
 
 def _load(checkpoint: Checkpoint, mode: LayerMode, dtype: torch.dtype | None, attention_type: str) -> DecoderModel:
     dtype = checkpoint.dtype if dtype is None else dtype
-    with without_draws():
-        model = DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, device="meta", dtype=dtype)
     # Memory of its final size is reserved once and written once: nothing is held twice but the piece that is
     # read.
-    model.to_empty(device="cpu")
+    model = undrawn(
+        lambda: DecoderModel(checkpoint.config, mode=mode, attention_type=attention_type, device="meta", dtype=dtype)
+    )
     model.tie_weights()
     with torch.no_grad():
         for name, slot in weight_slots(model).items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atb_modules.checks import check_int, check_tensor
 
-from .vision.image_size import num_anyres_tokens, tile_grid, unpadded_grid
+from .vision import join_tiles, num_anyres_tokens, tile_grid
 from .visuals import Visual, VisualBatch
 
 ImageSizes = Tensor | Sequence[tuple[int, int]]
@@ -106,6 +107,7 @@ class AnyResolution(Tiling):
         hidden_size: of the language model.
         pinpoints: (height, width) of the allowed resolutions in pixels.
         tile_size, patch_size: sides of a tile and of a patch in pixels.
+        max_tiles: about how many tiles the rows of all of them are resampled to (LLaVA-OneVision); None for no bound.
     """
 
     def __init__(
@@ -115,14 +117,17 @@ class AnyResolution(Tiling):
         tile_size: int,
         patch_size: int,
         *,
+        max_tiles: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_int("max_tiles", max_tiles, optional=True)
         for name, value in (("hidden_size", hidden_size), ("tile_size", tile_size), ("patch_size", patch_size)):
             check_int(name, value)
         self.pinpoints = tuple((int(height), int(width)) for height, width in pinpoints)
         self.tile_size, self.patch_size = tile_size, patch_size
+        self._sizes: dict[str, Any] = {"pinpoints": self.pinpoints, "tile_size": tile_size, "max_tiles": max_tiles}
         self.image_newline = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         nn.init.normal_(self.image_newline, std=hidden_size**-0.5)
 
@@ -145,27 +150,17 @@ class AnyResolution(Tiling):
                     f"pixel_values has {pixel_values.shape[1]} tiles an image; image {number} of {height} x {width} "
                     f"pixels takes {counts[-1]}"
                 )
-            tokens = num_anyres_tokens(
-                height, width, pinpoints=self.pinpoints, tile_size=self.tile_size, patch_size=self.patch_size
-            )
+            tokens = num_anyres_tokens(height, width, patch_size=self.patch_size, **self._sizes)
             visuals.append(Visual("image", (1, 1, tokens)))
         tiles = torch.cat([image[:count] for image, count in zip(pixel_values, counts, strict=True)])
         return Tiles(tiles, visuals, counts, sizes)
 
     def join(self, tokens: Tensor, batch: Tiles) -> Tensor:
+        options: dict[str, Any] = {"newline": self.image_newline.to(tokens.dtype), **self._sizes}
         images = tokens.split(batch.counts)
-        return torch.cat([self._join(image, size) for image, size in zip(images, batch.sizes or (), strict=True)])
-
-    def _join(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """The tokens (tiles, patches, hidden) of one image of ``size`` pixels."""
-        rows, columns = tile_grid(*size, self.pinpoints, self.tile_size)
-        side = self.tile_size // self.patch_size
-        grid = tokens[1:].reshape(rows, columns, side, side, -1).transpose(1, 2)
-        grid = grid.reshape(rows * side, columns * side, -1)
-        (top, left), (high, wide) = unpadded_grid((rows * side, columns * side), size)
-        grid = grid[top : top + high, left : left + wide]
-        newline = self.image_newline.to(tokens.dtype).expand(high, 1, -1)
-        return torch.cat([tokens[0], torch.cat([grid, newline], dim=1).flatten(0, 1)])
+        return torch.cat(
+            [join_tiles(image, size, **options) for image, size in zip(images, batch.sizes or (), strict=True)]
+        )
 
 
 def _sizes(image_sizes: ImageSizes | None) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from atb_modules.checks import check_path, check_type
 from atb_modules.convert.safetensors_files import SafetensorsSource
 from atb_modules.convert.source import ConfigSource, parse_json
 from atb_modules.layer import LayerMode
-from atb_modules.models.draws import without_draws
+from atb_modules.models.draws import undrawn
 from atb_modules.multimodal.model import VisionLanguageModel
 
 from .families import multimodal_family_of
@@ -53,7 +53,6 @@ def load_multimodal(
     stored = {name.replace(_COMPILED_PREFIX, ""): name for name in tensors.infos}
     build = Build(_is_tied(source, stored, tensors), mode, attention_type, dtype or _stored_dtype(tensors))
     model = _built(family, source, build)
-    model.to_empty(device="cpu")
     model.language.tie_weights()
     placed = _place(family.groups(model), stored, path)
     _check_shapes(placed, tensors)
@@ -72,8 +71,7 @@ def load_multimodal(
 
 def _built(family: MultimodalFamily, source: ConfigSource, build: Build) -> VisionLanguageModel:
     try:
-        with without_draws():
-            return family.build(source, build)
+        return undrawn(lambda: family.build(source, build))
     except ValueError as error:
         if str(error).startswith(source.path):
             raise

@@ -12,7 +12,7 @@ from torch import Tensor
 from atb_modules.checks import check_parameter_dtype, check_path
 from atb_modules.convert.safetensors_files import SafetensorsSource
 from atb_modules.convert.source import ConfigSource, parse_json
-from atb_modules.convert.undrawn import undrawn
+from atb_modules.models.draws import undrawn
 from atb_modules.multimodal.vision import ImageTower, PackedTower
 from atb_modules.multimodal.vision.selection import SelectLayer
 
