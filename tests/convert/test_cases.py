@@ -257,7 +257,7 @@ def test_unknown_architectures_are_named(write_checkpoint, tmp_path):
         ({"hidden_size": "32"}, "hidden_size is '32'; allowed: a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; allowed: gelu"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type is 'mrope'; allowed: default, linear"),
+        ({"rope_scaling": {"rope_type": "su"}}, "rope_type is 'su'; allowed: default, mrope, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "the key 'factor' is missing"),
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; allowed: an object"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'; allowed: a token id or a list"),
