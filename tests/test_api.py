@@ -113,6 +113,20 @@ def test_fused_attention_between_split_and_merged_heads():
     assert torch.equal(merged, out.transpose(1, 2).reshape(2, 7, 32))
 
 
+@pytest.mark.parametrize("mode", ["text_see_vision", "vision_see_text", "both", "none"])
+@pytest.mark.parametrize("strategy", ["auto", "three_call", "prefix", "unified"])
+def test_multimodal_attention_as_its_users_type_it(mode, strategy):
+    try:
+        mma = atb.MultiModalAttention(36, 48, 4, 16, cross_attention_mode=mode, strategy=strategy)
+        vision, text = mma(torch.randn(2, 36, 64), torch.randn(2, 48, 64))
+    except ValueError as error:  # a form that a mode has not is refused by name
+        assert strategy == "prefix" and mode != "text_see_vision" and "prefix" in str(error)
+        return
+    assert vision.shape == (2, 36, 64) and text.shape == (2, 48, 64)
+    fewer = mma(torch.randn(2, 9, 64), torch.randn(2, 5, 64))
+    assert fewer[0].shape == (2, 9, 64) and fewer[1].shape == (2, 5, 64)
+
+
 def test_functions_differentiate():
     x = torch.randn(2, 5, 16, requires_grad=True)
     w = torch.randn(16, 48, requires_grad=True)
@@ -147,7 +161,7 @@ def test_only_names_and_callables_are_explained(what):
 def test_every_public_name_is_there_and_those_of_later_releases_are_not():
     for name in atb.__all__:
         assert getattr(atb, name) is not None
-    for name in ("MultiModalAttention", "OptimizationConfig", "Profiler", "LlamaRunner"):
+    for name in ("SequenceParallel", "OptimizationConfig", "Profiler", "LlamaRunner"):
         assert not hasattr(atb, name)
 
 
