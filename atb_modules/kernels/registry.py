@@ -126,6 +126,9 @@ def _transforming() -> bool:
 
 _KERNELS: dict[str, list[Kernel]] = {op: [] for op in OP_FAMILIES}
 _LOGGED: set[tuple[Any, ...]] = set()
+#: What was chosen for a call: spec and traits alone decide, and asking every kernel takes longer than a small call.
+_CHOICES: dict[tuple[str, StrEnum, Any, Traits], Kernel] = {}
+_MOST_CHOICES = 4096
 _RECORDING: ContextVar[dict[tuple[str, str], Explanation] | None] = ContextVar("atb_modules_choices", default=None)
 _EXPLAINING: ContextVar[bool] = ContextVar("atb_modules_explaining", default=False)
 
@@ -147,6 +150,7 @@ def register(kernel: Kernel) -> Kernel:
     if any(other.strategy is kernel.strategy for other in _KERNELS[kernel.op]):
         raise ValueError(f"a kernel for ({kernel.op}, {kernel.strategy.value}) is registered already")
     _KERNELS[kernel.op].append(kernel)
+    _CHOICES.clear()
     return kernel
 
 
@@ -167,7 +171,10 @@ def resolve(op: str, spec: Any, traits: Traits, strategy: str | StrEnum = "auto"
     asked = effective_strategy(op, strategy)
     if _EXPLAINING.get():
         raise Explained(explain_choice(op, spec, traits, strategy))
-    chosen = _choose(op, spec, traits, asked)
+    if torch.compiler.is_compiling() or _transforming():
+        chosen = _choose(op, spec, traits, asked)
+    else:
+        chosen = _remembered(op, spec, traits, asked)
     if chosen is None:
         raise ValueError(_refusal(op, spec, traits, asked))
     if not torch.compiler.is_compiling():
@@ -208,6 +215,18 @@ def record_choices() -> Iterator[dict[tuple[str, str], Explanation]]:
         yield choices
     finally:
         _RECORDING.reset(token)
+
+
+def _remembered(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None:
+    key = op, asked, spec, traits
+    chosen = _CHOICES.get(key)
+    if chosen is None:
+        chosen = _choose(op, spec, traits, asked)
+        if len(_CHOICES) >= _MOST_CHOICES:
+            _CHOICES.clear()
+        if chosen is not None:
+            _CHOICES[key] = chosen
+    return chosen
 
 
 def _choose(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None:

@@ -114,3 +114,24 @@ def test_a_whole_layer_compiles_without_a_graph_break(mode, dtype):
         x = torch.randn(2, length, 32, dtype=dtype)
         torch.testing.assert_close(compiled(x), layer(x), atol=tolerance, rtol=tolerance)
     assert len(graphs) <= 2
+
+
+def test_a_choice_is_made_once_and_again_when_a_kernel_joins(monkeypatch):
+    asked = []
+    choose = registry._choose
+    monkeypatch.setattr(registry, "_choose", lambda *call: asked.append(call) or choose(*call))
+    monkeypatch.setattr(registry, "_CHOICES", {})
+    spec = atb.AttentionSpec(softcap=7.0)
+    for _ in range(3):
+        ops.attention(*qkv(), spec)
+    assert len(asked) == 1
+    ops.attention(*qkv(), spec, strategy="eager")
+    ops.attention(*qkv(torch.bfloat16), spec)
+    with atb.use_strategy(attention="eager"):
+        ops.attention(*qkv(), spec)
+    assert len(asked) == 3
+    kernels = registry._KERNELS["attention"]
+    monkeypatch.setitem(registry._KERNELS, "attention", [k for k in kernels if k.strategy.value != "flex"])
+    registry.register(next(k for k in kernels if k.strategy.value == "flex"))
+    ops.attention(*qkv(), spec)
+    assert len(asked) == 4
