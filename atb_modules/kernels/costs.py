@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atb_modules.kernels.half_units import cpu_has_half_units
+from atb_modules.kernels.half_units import cpu_has_half_tiles, cpu_has_half_units
 
 RATES_FILE = Path(__file__).with_name("rates.json")
 
@@ -85,7 +85,22 @@ def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
     """The name in ``rates.json`` of a kernel's rates for such a call: by dtype and kind."""
     kind = _kind(op, spec, traits)
     name = f"{op}/{strategy}/{str(traits.dtype).removeprefix('torch.')}"
-    return name + "+units" * cpu_has_half_units(traits.dtype) + f"/{kind}" * bool(kind)
+    return name + _units(op, strategy, traits.dtype) + f"/{kind}" * bool(kind)
+
+
+#: Kernels of attention that are made of PyTorch's fused one.
+_TORCH_FUSED = ("sdpa", "blocked")
+
+
+def _units(op: str, strategy: str, dtype: torch.dtype) -> str:
+    """What multiplies matrices of ``dtype`` in such a kernel on this CPU, as the names of rates say it.
+
+    "+units" is tiles or, where a kernel makes use of them, dot products; "+dots" is that it makes no use of them.
+    """
+    if not cpu_has_half_units(dtype):
+        return ""
+    fused = op == "attention" and strategy in _TORCH_FUSED
+    return "+dots" if fused and not cpu_has_half_tiles(dtype) else "+units"
 
 
 def _kind(op: str, spec: Any, traits: Any) -> str:
@@ -106,13 +121,20 @@ def _kind(op: str, spec: Any, traits: Any) -> str:
 
 
 def _fitted() -> dict[tuple[str, str, torch.dtype, str], Rates]:
-    """The file's rates by (op, strategy, dtype, kind), those for this processor."""
+    """The file's rates by (op, strategy, dtype, kind), those for this processor.
+
+    Half precision without use of the processor's units is as fast as float32, as long as nothing else is measured.
+    """
     table = {}
     for name, values in json.loads(RATES_FILE.read_text()).items():
         op, strategy, dtype_name, *kind = name.split("/")
-        dtype = getattr(torch, dtype_name.removesuffix("+units"))
-        if cpu_has_half_units(dtype) == dtype_name.endswith("+units"):
+        plain, plus, units = dtype_name.partition("+")
+        dtype = getattr(torch, plain)
+        if _units(op, strategy, dtype) == plus + units:
             table[op, strategy, dtype, kind[0] if kind else ""] = Rates(*values)
+    for (op, strategy, dtype, kind_of), rates in list(table.items()):
+        if dtype == torch.float32 and _units(op, strategy, torch.bfloat16) == "+dots":
+            table.setdefault((op, strategy, torch.bfloat16, kind_of), rates)
     return table
 
 

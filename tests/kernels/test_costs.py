@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from atb_modules.kernels import costs
+from atb_modules.kernels import costs, half_units
 from atb_modules.kernels.registry import explain_call, kernels
 from atb_modules.ops import attention, gated_activation, layer_norm, linear, rms_norm
 from atb_modules.spec import AttentionSpec
@@ -46,6 +46,28 @@ def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
             cost = costs.Cost(operations=1e6, bytes=1e6)
             traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
             assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, None, traits, cost) < 1.0
+
+
+@pytest.mark.parametrize("strategy", ["sdpa", "blocked", "eager", "cpu"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_torchs_fused_attention_in_bfloat16_is_fast_by_tiles_alone(strategy, masked, monkeypatch):
+    """Measured on a processor with AVX-512 BF16 and without AMX: 0.8 to 1.0 of the time of float32, masked or not."""
+
+    def predicted(dtype, units, tiles):
+        monkeypatch.setattr(half_units, "BFLOAT16_UNITS", units)
+        monkeypatch.setattr(half_units, "BFLOAT16_TILES", tiles)
+        monkeypatch.setattr(costs, "_FITTED", costs._fitted())
+        q = torch.empty(1, 8, 1024, 128, dtype=dtype)
+        mask = torch.ones(1024, 1024, dtype=torch.bool) if masked else None
+        table = explain_call(attention, q, q, q, mask=mask)
+        return next(row.predicted_seconds for row in table.rows if row.strategy == strategy)
+
+    wide = predicted(torch.float32, True, False)
+    dots, tiles = predicted(torch.bfloat16, True, False), predicted(torch.bfloat16, True, True)
+    if strategy in ("sdpa", "blocked"):
+        assert tiles < 0.7 * wide and 0.8 * wide < dots <= wide
+    else:
+        assert dots == tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

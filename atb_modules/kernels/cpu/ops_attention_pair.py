@@ -9,26 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops_attention
-from .library_ops import LIB, define
+from . import library, ops_attention, structs
+from .library_ops import LIB, call, check_same, define, pointer, threads
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """``out`` (batch, heads, q_len, head_dim) and ``lse`` become those over the keys of both; float32 inside.
 
-    A row that neither part sees stays empty: output 0, LSE -inf.
+    All four are results of ``attention``: heads of a token side by side. A row that neither part sees stays empty,
+    output 0 and LSE -inf.
     """
-    joined = torch.logaddexp(lse, other_lse)
-    safe = joined.masked_fill(joined.isneginf(), 0.0)
-    own, others = (torch.exp(part - safe).unsqueeze(-1) for part in (lse, other_lse))
-    if out.dtype == torch.float32:
-        out.mul_(own).addcmul_(other, others)
-    else:
-        # a head at a time: a float32 copy of all of it would be the largest tensor of the call
-        for head in range(out.shape[1]):
-            part = out[:, head].float().mul_(own[:, head])
-            out[:, head] = part.addcmul_(other[:, head].float(), others[:, head])
-    lse.copy_(joined)
+    batch, heads, q_len, head_dim = out.shape
+    for name, tensor in (("out", out), ("other", other)):
+        check_same(name, tensor, "out", out.shape, out.dtype)
+        if not tensor.transpose(1, 2).is_contiguous():
+            raise ValueError(f"{name} must have the heads of a token side by side, got strides {tensor.stride()}")
+    for name, tensor in (("lse", lse), ("other_lse", other_lse)):
+        check_same(name, tensor, "the rows of out", out.shape[:3], torch.float32)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    dtype = library.dtype_code("out", out.dtype)
+    tensors = (pointer(tensor) for tensor in (out, lse, other, other_lse))
+    args = structs.MergeArgs(*tensors, batch, heads, q_len, head_dim, dtype, threads())
+    if out.numel():
+        call("atb_merge_attention", args)
 
 
 def _options(reach: Tensor | None, starts: Tensor | None, causal: int, scale: float, softcap: float) -> tuple:

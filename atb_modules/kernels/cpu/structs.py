@@ -82,6 +82,10 @@ class AttentionBackwardArgs(ctypes.Structure):
     _fields_ = [("forward", AttentionArgs), *_fields(("d_out d_lse d_q d_k d_v", _P), ("splits", _I64))]
 
 
+class MergeArgs(ctypes.Structure):
+    _fields_ = _fields(("out lse other other_lse", _P), ("batch heads q_len head_dim", _I64), ("dtype threads", _I32))
+
+
 class PagedArgs(ctypes.Structure):
     _fields_ = _fields(
         ("q k_pages v_pages k_scales v_scales block_table kv_lengths cu_seqlens_q sinks slopes out lse", _P),
@@ -122,6 +126,7 @@ KERNELS: dict[str, type[ctypes.Structure]] = {
     "atb_linear": LinearArgs,
     "atb_attention": AttentionArgs,
     "atb_attention_backward": AttentionBackwardArgs,
+    "atb_merge_attention": MergeArgs,
     "atb_paged_attention": PagedArgs,
     "atb_decode_layer": DecodeArgs,
     "atb_decode_stack": DecodeStackArgs,

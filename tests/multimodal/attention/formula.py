@@ -14,15 +14,17 @@ def visible(spec, vision, text, image_lengths=None):
     """Who sees whom in one sample, written out a token at a time."""
     images = [vision] if image_lengths is None else image_lengths
     image_of = [number for number, length in enumerate(images) for _ in range(length)]
-    mask = torch.zeros(vision + text, vision + text, dtype=torch.bool)
-    for q, k in itertools.product(range(vision + text), repeat=2):
+
+    def sees(q, k):
         if q < vision and k < vision:
-            mask[q, k] = image_of[q] == image_of[k]
-        elif q >= vision and k >= vision:
-            mask[q, k] = k <= q or not spec.text_causal
-        else:
-            mask[q, k] = spec.vision_sees_text if q < vision else spec.text_sees_vision
-    return mask
+            return image_of[q] == image_of[k]
+        if q >= vision and k >= vision:
+            return k <= q or not spec.text_causal
+        return spec.vision_sees_text if q < vision else spec.text_sees_vision
+
+    total = vision + text
+    seen = [sees(q, k) for q, k in itertools.product(range(total), repeat=2)]
+    return torch.tensor(seen, dtype=torch.bool).reshape(total, total)
 
 
 def truth(vision, text, spec, mask):

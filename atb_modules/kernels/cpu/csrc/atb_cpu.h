@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define ATB_ABI_VERSION 4
+#define ATB_ABI_VERSION 5
 
 enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2, ATB_I8 = 3 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
@@ -117,6 +117,17 @@ typedef struct {
   int64_t splits;
 } atb_attention_backward_args;
 
+/* Joins `other` into `out`, both results of dense attention over disjoint keys, laid out as it leaves them:
+   out becomes that of one softmax over the keys of both, and lse its log-sum-exp. */
+typedef struct {
+  void *out;         /* (batch, q_len, heads, head_dim) contiguous, in the dtype */
+  float *lse;        /* (batch, heads, q_len) contiguous */
+  const void *other; /* like out */
+  const float *other_lse;
+  int64_t batch, heads, q_len, head_dim;
+  int32_t dtype, threads;
+} atb_merge_args;
+
 /* Attention of packed queries over pages; out (total, heads, head_dim), lse (heads, total). */
 typedef struct {
   const void *q, *k_pages, *v_pages;
@@ -187,6 +198,7 @@ ATB_EXPORT void atb_append(const atb_append_args *args);
 ATB_EXPORT void atb_linear(const atb_linear_args *args);
 ATB_EXPORT void atb_attention(const atb_attention_args *args);
 ATB_EXPORT void atb_attention_backward(const atb_attention_backward_args *args);
+ATB_EXPORT void atb_merge_attention(const atb_merge_args *args);
 ATB_EXPORT void atb_paged_attention(const atb_paged_args *args);
 ATB_EXPORT void atb_decode_layer(const atb_decode_args *args);
 ATB_EXPORT void atb_decode_stack(const atb_decode_stack_args *args);

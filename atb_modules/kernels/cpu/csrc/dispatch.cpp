@@ -103,6 +103,9 @@ void atb_attention(const atb_attention_args *args) {
 void atb_attention_backward(const atb_attention_backward_args *args) {
   current()->attention_backward(args);
 }
+void atb_merge_attention(const atb_merge_args *args) {
+  current()->merge(args);
+}
 void atb_paged_attention(const atb_paged_args *args) {
   current()->paged(args);
 }

@@ -214,6 +214,21 @@ void dense(int dtype, int threads) {
       }
 }
 
+void merged(int dtype, int threads) {
+  const int64_t batch = 2, heads = 3;
+  for (int64_t q_len : {1, 70})
+    for (int64_t dim : {20, 64, 129}) {
+      auto out = tensor(batch * q_len * heads * dim, dtype), other = out;
+      auto lse = floats(batch * heads * q_len), other_lse = floats(lse.size());
+      for (size_t i = 0; i < lse.size(); i += 3) other_lse[i] = -INFINITY;
+      for (size_t i = 1; i < lse.size(); i += 3) lse[i] = -INFINITY;
+      const atb_merge_args a = {out.data(), lse.data(), other.data(), other_lse.data(), batch, heads,
+                                q_len,      dim,        dtype,        threads};
+      atb_merge_attention(&a);
+      require_finite(lse.data(), lse.size(), "merged attention");
+    }
+}
+
 void paged(int dtype, int page_dtype, int threads) {
   const int64_t batch = 3, page = 8, blocks = 6;
   const int32_t lengths[batch] = {1, 43, 20};
@@ -296,6 +311,7 @@ int main() {
         rows_of(dtype, threads);
         large_rows_of(dtype, threads);
         dense(dtype, threads);
+        merged(dtype, threads);
         for (int pages = 0; pages < 4; ++pages) {
           heads_of(dtype, pages, threads);
           paged(dtype, pages, threads);

@@ -10,6 +10,7 @@ struct AtbTable {
   void (*linear)(const atb_linear_args *);
   void (*attention)(const atb_attention_args *);
   void (*attention_backward)(const atb_attention_backward_args *);
+  void (*merge)(const atb_merge_args *);
   void (*paged)(const atb_paged_args *);
   void (*decode_layer)(const atb_decode_args *);
   int64_t (*decode_workspace)(const atb_decode_args *);
@@ -25,6 +26,7 @@ struct AtbTable {
   void linear(const atb_linear_args *);                                                                      \
   void attention(const atb_attention_args *);                                                                \
   void attention_backward(const atb_attention_backward_args *);                                              \
+  void merge(const atb_merge_args *);                                                                        \
   void paged(const atb_paged_args *);                                                                        \
   void decode_layer(const atb_decode_args *);                                                                \
   int64_t decode_workspace(const atb_decode_args *);                                                         \
