@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, SparseConfig
-from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, own_cache_explained
+from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, undone_in_own
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
 from atb_modules.layer_options import attention_options, check_across, stream_scale
@@ -132,8 +132,7 @@ class TransformerLayer(nn.Module):
         check_int("layer_idx", layer_idx, 0, optional=True)
         check_bool("bias", bias)
         check_parameter_dtype(dtype)
-        norm = norm if norm is not None else NormConfig()
-        residual = residual if residual is not None else ResidualConfig()
+        norm, residual = norm or NormConfig(), residual or ResidualConfig()
         decoder = self.layer_type is not LayerType.ENCODER
         attention = attention_options(attention, decoder, qk_norm, bias, norm, sparse_config)
         mlp = mlp if mlp is not None else MLPConfig(bias=bias)
@@ -141,8 +140,8 @@ class TransformerLayer(nn.Module):
             raise ValueError("norm_placement is 'parallel'; layer_type 'cross_decoder' allows pre, post and sandwich")
         self.residual_scale = stream_scale(residual, self.placement)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, **where}
-        heads["config"] = attention
+        heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "attention_type": attention_type, "config": attention}
+        heads |= where
         self.hidden_size = hidden_size
         self.attention = Attention(hidden_size, num_heads, head_dim, rotary=rotary, **heads)
         width = 4 * hidden_size if intermediate_size is None else intermediate_size
@@ -213,7 +212,7 @@ class TransformerLayer(nn.Module):
         if use_cache and cache is None:
             cache = self._cache(hidden_states)
         no_grad = self.mode is LayerMode.INFERENCE or cache is not None
-        with torch.no_grad() if no_grad else contextlib.nullcontext(), self._refusals(cache, cache_step):
+        with torch.no_grad() if no_grad else contextlib.nullcontext(), self._undone(cache, cache_step):
             self._check_inputs(hidden_states, encoder_hidden_states, encoder_attention_mask)
             options: dict[str, Any] = {
                 "attention_mask": attention_mask,
@@ -256,14 +255,8 @@ class TransformerLayer(nn.Module):
         normed, x = add_norm(self.mlp_norm, attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
-        if (
-            overwrite
-            and mixed.dtype == x.dtype
-            and type(self.mlp) is FeedForward
-            and may_overwrite(self, self.mlp.down_proj)
-        ):
-            return mixed.add_(x)
-        return x + mixed
+        plain = overwrite and mixed.dtype == x.dtype and type(self.mlp) is FeedForward
+        return mixed.add_(x) if plain and may_overwrite(self, self.mlp.down_proj) else x + mixed
 
     def _scaled(self, x: Tensor) -> Tensor:
         """The stream as it joins a branch."""
@@ -292,20 +285,14 @@ class TransformerLayer(nn.Module):
             self.kv_cache_manager = self._own_cache = make_own_cache(rows, *heads, x.dtype, x.device)
         return self.kv_cache_manager
 
-    @contextlib.contextmanager
-    def _refusals(self, cache: KVCacheManager | None, step: CacheStep | None) -> Iterator[None]:
+    def _undone(self, cache: KVCacheManager | None, step: CacheStep | None) -> contextlib.AbstractContextManager[None]:
         """A call that raises leaves the cache without the step that it was part of, unless a model opened that."""
         if cache is None or step is not None:
-            yield
-        elif cache is self._own_cache:
-            with own_cache_explained(cache), undone_if_refused(cache, 0):
-                yield
-        else:
-            number = getattr(self.attention, "layer_idx", None)
-            if number is None and isinstance(self.attention, Attention):
-                number = -1  # it takes one in this call, so no step has served it
-            with undone_if_refused(cache, number):
-                yield
+            return contextlib.nullcontext()
+        number = getattr(self.attention, "layer_idx", None)
+        if number is None and isinstance(self.attention, Attention):
+            number = -1  # it takes one in this call, so no step has served it
+        return undone_in_own(cache) if cache is self._own_cache else undone_if_refused(cache, number)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, type={self.layer_type.value}, norm={self.placement.value}, mode={self.mode.value}"

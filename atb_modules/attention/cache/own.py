@@ -9,6 +9,7 @@ import torch
 
 from .manager import KVCacheManager
 from .pool import OutOfPagesError
+from .refusal import undone_if_refused
 
 #: Tokens a sequence may have in such a cache, and tokens a page of it.
 OWN_CACHE_TOKENS, OWN_CACHE_PAGE = 4096, 64
@@ -49,10 +50,14 @@ def fit_own_cache(cache: KVCacheManager, rows: int) -> None:
 
 
 @contextmanager
-def own_cache_explained(cache: KVCacheManager) -> Iterator[None]:
-    """Where the block needs more pages than `cache` has, the error says how to pass a larger one."""
+def undone_in_own(cache: KVCacheManager) -> Iterator[None]:
+    """A block that raises leaves a layer's own `cache` without the step that it was part of.
+
+    Where it needs more pages than there are, the error says how to pass a larger cache.
+    """
     try:
-        yield
+        with undone_if_refused(cache, 0):
+            yield
     except OutOfPagesError as error:
         what = (
             f"{error.what} in the cache that the layer made itself, with room for {error.num_pages // _PAGES_A_ROW} x "
