@@ -255,8 +255,9 @@ class TransformerLayer(nn.Module):
         normed, x = add_norm(self.mlp_norm, attended, x, overwrite=overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
-        plain = overwrite and mixed.dtype == x.dtype and type(self.mlp) is FeedForward
-        return mixed.add_(x) if plain and may_overwrite(self, self.mlp.down_proj) else x + mixed
+        if overwrite and mixed.dtype == x.dtype and type(self.mlp) is FeedForward:
+            return mixed.add_(x) if may_overwrite(self, self.mlp.down_proj) else x + mixed
+        return x + mixed
 
     def _scaled(self, x: Tensor) -> Tensor:
         """The stream as it joins a branch."""
