@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.attention import attention_eager, attention_sdpa, sdpa_reasons
+from atb_modules.kernels.torch.banded import banded, fits_band
 from atb_modules.kernels.torch.query_blocks import QueryBlock, block_size, query_blocks, visible_keys
 from atb_modules.kernels.traits import AttentionTraits
 from atb_modules.overlays import Overlays
@@ -41,7 +42,9 @@ def attention_blocked(
     dropout_p: float = 0.0,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """SDPA a block where it can serve, else EAGER; (out, lse or None)."""
+    """SDPA a block where it can serve, else EAGER; a wide causal window by triangles. (out, lse or None)."""
+    if not need_lse and not dropout_p and fits_band(q, k, v, spec, overlays, mask, sinks, alibi_slopes):
+        return banded(q, k, v, spec), None
     call = _Call(spec, overlays, q.shape[2], k.shape[2], dropout_p, need_lse, plain=sinks is None and not need_lse)
     operands = (q, k, v, mask, sinks, alibi_slopes)
     function = _differentiable if _wants_gradient(operands) else _forward
