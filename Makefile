@@ -22,9 +22,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h)
 
+# Kernels with all threads, one test after the other; the rest, which hardly uses threads, in two processes.
 unit: $(VENV)/.test
 	@echo "== Tests: parity, caches, models, notebooks"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels
 
 bench: $(VENV)/.test
 	@echo "== Benchmarks: ours, the peer and the limit in one interleaved run (keep the machine idle)"

@@ -51,7 +51,10 @@ def deepseek(normalize):
     return config, DeepseekV3MoE, lambda: MoE(48, 40, 8, 3, num_shared_experts=2, router=router)
 
 
-@pytest.fixture(params=[(mixtral, True), (qwen3, True), (qwen3, False), (qwen2, False), (deepseek, True)], ids=str)
+@pytest.fixture(
+    params=[(mixtral, True), (qwen3, True), (qwen3, False), (qwen2, False), (deepseek, True)],
+    ids=lambda p: f"{p[0].__name__}-{p[1]}",
+)
 def pair(request):
     """(transformers' block, ours with its weights)"""
     build, normalize = request.param
