@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import KVCacheManager
-from atb_modules.checks import check_int, check_type
+from atb_modules.checks import check_int, check_tensor, check_type
 from atb_modules.inference.prompt import Prompt
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
+from atb_modules.models.inputs import check_ids
 from atb_modules.overlays import Overlays
 
 from .placeholders import Span, image_numbers
 from .prompts import FeatureReader, VisionPrompt
 from .row_positions import RowPositions
-from .visuals import Features, Visual, VisualBatch, place_visuals
+from .visuals import Features, Visual, VisualBatch, check_token_types, place_visuals
 
 
 class ImageAttention(StrEnum):
@@ -92,6 +93,19 @@ class VisionLanguageModel(nn.Module):
 
         save_model(self, directory)
 
+    def _check(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        overlays: Overlays | None = None,
+        cache: KVCacheManager | None = None,
+        labels: Tensor | None = None,
+    ) -> None:
+        """What the language model would refuse is refused before the vision tower works."""
+        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        self.language.check_call(input_ids, attention_mask, position_ids, overlays, cache, labels)
+
     def _place(
         self,
         input_ids: Tensor,
@@ -117,8 +131,16 @@ class VisionLanguageModel(nn.Module):
         max_new_tokens: int,
         batch: VisualBatch,
         attention_mask: Tensor | None,
+        token_types: Mapping[str, Tensor | None],
         options: Mapping[str, Any],
     ) -> Tensor | list[int] | list[list[int]]:
+        if any(types is not None for types in token_types.values()):
+            check_tensor("input_ids", input_ids, f"a tensor (batch, seq) with {' or '.join(token_types)}")
+            assert isinstance(input_ids, Tensor)
+            self._check(input_ids, attention_mask)
+            spans = place_visuals(input_ids, self.placeholders, batch.visuals, attention_mask)
+            check_token_types(token_types, spans, batch.visuals, input_ids, attention_mask)
+
         def as_prompts(rows: list[list[int]]) -> list[Prompt]:
             return self._prompts(rows, batch)
 

@@ -12,7 +12,7 @@ from atb_modules.attention import KVCacheManager
 from atb_modules.checks import check_bool, check_int, check_positive
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
-from atb_modules.models.inputs import Deepstack, check_ids
+from atb_modules.models.inputs import Deepstack
 from atb_modules.models.output import ModelOutput
 from atb_modules.overlays import Overlays
 from atb_modules.strategies import parse_enum
@@ -139,12 +139,12 @@ class QwenVLModel(VisionLanguageModel):
             ValueError: placeholders and visuals that do not agree, one by one, before any vision work; and as
                 ``DecoderModel.forward``.
         """
-        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        self._check(input_ids, attention_mask, position_ids, overlays, past_key_values, labels)
         images, videos = (pixel_values, image_grid_thw), (pixel_values_videos, video_grid_thw)
         batch = self._pack(images, videos, second_per_grid_ts)
         cache = past_key_values
         spans = self._place(input_ids, batch.visuals, attention_mask, cache)
-        check_token_types(mm_token_type_ids, spans, batch.visuals, input_ids)
+        check_token_types({"mm_token_type_ids": mm_token_type_ids}, spans, batch.visuals, input_ids, attention_mask)
         placed = call_positions(input_ids, spans, batch.visuals, attention_mask, overlays, cache, advance=self.advance)
         stream, deepstack = self.language.embed_tokens(input_ids), None
         if spans:
@@ -182,11 +182,12 @@ class QwenVLModel(VisionLanguageModel):
         """Continues prompts with images and videos; ``options`` are those of ``DecoderModel.generate``.
 
         With ``cache=``, pages of a prompt are found again by its tokens and the content of its images: a second
-        question about an image computes neither. ``mm_token_type_ids`` is taken, and says nothing new.
+        question about an image computes neither.
         """
         images, videos = (pixel_values, image_grid_thw), (pixel_values_videos, video_grid_thw)
         batch = self._pack(images, videos, second_per_grid_ts)
-        return self._generate(input_ids, max_new_tokens, batch, attention_mask, options)
+        types = {"mm_token_type_ids": mm_token_type_ids}
+        return self._generate(input_ids, max_new_tokens, batch, attention_mask, types, options)
 
     def _pack(self, images: Pixels, videos: Pixels, seconds: Tensor | Sequence[float] | None) -> PackedVisuals:
         config = self.config
