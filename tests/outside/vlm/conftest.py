@@ -17,7 +17,7 @@ FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl
 QWEN = FAMILIES[3:]
 
 
-def _config(name):
+def config_of(name):
     text = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -81,7 +81,7 @@ def checkpoint(tmp_path_factory):
     def of(name):
         if name not in made:
             torch.manual_seed(FAMILIES.index(name))
-            config = _config(name)
+            config = config_of(name)
             model = tf.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
             with torch.no_grad():
                 for parameter in model.parameters():

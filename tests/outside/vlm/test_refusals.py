@@ -187,7 +187,7 @@ def test_every_layout_of_names_gives_the_same_model(checkpoint, batch_of, tmp_pa
 )
 def test_a_missing_tensor_is_named(checkpoint, tmp_path, family, name):
     target = renamed(checkpoint(family)[1], tmp_path / "cut", lambda name: name, drop=(name,))
-    with pytest.raises(ValueError, match=f"1 tensors missing: {name}"):
+    with pytest.raises(ValueError, match=f"1 tensor missing: {name}"):
         atb.load_model(target)
 
 
@@ -200,7 +200,7 @@ def test_tensors_without_a_place(checkpoint, tmp_path):
     assert atb.load_model(target).unused_tensors == ("vision_tower.embeddings.position_ids",)
     extra = {"language_model.model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
     save_file({**tensors, **extra}, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="no place for 1 tensors of its layers: .*q_proj.bias"):
+    with pytest.raises(ValueError, match="no place for 1 tensor of its layers: .*q_proj.bias"):
         atb.load_model(target)
 
 
