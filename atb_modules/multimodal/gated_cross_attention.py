@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import Attention, AttentionConfig
-from atb_modules.checks import check_bool, check_tensor, check_type
+from atb_modules.checks import check_bool, check_number, check_tensor, check_type
 from atb_modules.mlp import MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
 from atb_modules.strategies import parse_enum
@@ -66,6 +66,7 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         check_bool("vector", self.vector)
+        check_number("initial", self.initial)
         check_bool("mlp_needs_image", self.mlp_needs_image)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atb_modules.attention import KVCacheManager
+from atb_modules.checks import check_type
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.output import ModelOutput
@@ -47,11 +48,12 @@ class LlavaModel(VisionLanguageModel):
         image_attention: ImageAttention | str = ImageAttention.CAUSAL,
     ) -> None:
         super().__init__(vision, projector, language, {"image": image_token_id})
+        check_type("tiling", tiling, Tiling, optional=True)
         self.both_ways = parse_enum(ImageAttention, image_attention, "image_attention") is ImageAttention.BIDIRECTIONAL
         self.tiling = tiling if tiling is not None else WholeImage(patch_size=vision.patch_size)
 
     def encode(self, batch: Tiles) -> Features:
-        tokens = self.projector(self.vision(batch.tiles.to(self.language.dtype)))
+        tokens = self.projector(self.vision(batch.tiles.to(self.vision_dtype)))
         return self.tiling.join(tokens, batch), ()
 
     def forward(

@@ -60,6 +60,12 @@ class VisionLanguageModel(nn.Module):
         self.checkpoint_config: dict[str, Any] | None = None
         self.unused_tensors: tuple[str, ...] = ()
 
+    @property
+    def vision_dtype(self) -> torch.dtype:
+        """The dtype that the tower takes pixels in; that of the language model may be another."""
+        first = next(self.vision.parameters(), None)
+        return self.language.dtype if first is None else first.dtype
+
     @abstractmethod
     def encode(self, batch: Any) -> Features:
         """Tokens (total, hidden) of all visuals of a batch, and those of each deepstack layer: tower and projector."""

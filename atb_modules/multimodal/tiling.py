@@ -39,6 +39,10 @@ class Tiles(VisualBatch):
     def pixels(self, item: int) -> Tensor:
         return self.tiles[self._starts[item] : self._starts[item] + self.counts[item]]
 
+    def content(self, item: int) -> str:
+        # Two images of the same tiles may lose other rows and columns to unpadding, and have as many tokens left.
+        return super().content(item) + ("" if self.sizes is None else f" of {self.sizes[item]}")
+
     def select(self, items: Sequence[int]) -> Tiles:
         tiles = torch.cat([self.pixels(item) for item in items]) if items else self.tiles[:0]
         sizes = None if self.sizes is None else [self.sizes[item] for item in items]

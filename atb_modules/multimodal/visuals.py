@@ -54,10 +54,14 @@ class VisualBatch(ABC):
     def pixels(self, item: int) -> Tensor:
         """What the tower sees of one visual."""
 
+    def content(self, item: int) -> str:
+        """What the features of a visual depend on beside its pixels."""
+        return str(self.visuals[item])
+
     def digest(self, item: int) -> bytes:
         """SHA-256 of all that the features of a visual depend on."""
         pixels = self.pixels(item).detach().to("cpu").contiguous()
-        digest = hashlib.sha256(f"{self.visuals[item]} {pixels.dtype} {tuple(pixels.shape)} ".encode())
+        digest = hashlib.sha256(f"{self.content(item)} {pixels.dtype} {tuple(pixels.shape)} ".encode())
         digest.update(pixels.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 

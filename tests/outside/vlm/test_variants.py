@@ -141,6 +141,19 @@ def test_a_head_that_is_lost_is_missed(tmp_path, checkpoint):
         atb.load_model(target)
 
 
+def test_a_window_that_does_not_hold_an_image_is_refused(tmp_path, checkpoint):
+    from .test_refusals import renamed
+
+    target = renamed(checkpoint("gemma3")[1], tmp_path / "copy", lambda name: name)
+    values = json.loads((target / "config.json").read_text())
+    values["text_config"]["sliding_window"] = 8
+    (target / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match="mm_tokens_per_image is 9 and sliding_window 8; allowed: images that a window"
+    ):
+        atb.load_model(target)
+
+
 def test_tokens_that_end_an_answer_are_read_beside_the_text(tmp_path, checkpoint):
     from .test_refusals import renamed
 
