@@ -31,6 +31,7 @@ from .inputs import (
     check_ids,
     check_position_ids,
     check_stream,
+    longest_row,
     segment_positions,
     shifted_labels,
 )
@@ -245,6 +246,11 @@ class DecoderModel(nn.Module):
                     "allowed: as many, or none"
                 )
             limit = max(limit, cache.max_seq_len)
+        # An exported program is promised any length; everything else learns where the trained positions end.
+        elif not torch.compiler.is_exporting():
+            longest = longest_row(tokens.shape[1], None if overlays is None else overlays.cu_seqlens_q)
+            if longest > limit:
+                raise ValueError(f"input_ids has {longest} tokens a row; max_positions is {limit}")
         if position_ids is not None:
             check_position_ids(position_ids, tokens.shape, attention_mask, limit, self.config.position_axes)
 
@@ -258,10 +264,7 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         batch, length = x.shape[:2]
         packed = None if overlays is None else overlays.cu_seqlens_q
-        longest = length if packed is None else max(packed.diff().tolist(), default=0)
-        # An exported program is promised any length; everything else learns where the trained positions end.
-        if not torch.compiler.is_exporting() and longest > self.config.max_positions:
-            raise ValueError(f"input_ids has {longest} tokens a row; max_positions is {self.config.max_positions}")
+        longest = longest_row(length, packed)
         if position_ids is None:
             position_ids = torch.arange(length, device=x.device).expand(batch, length)
             if packed is not None:

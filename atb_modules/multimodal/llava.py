@@ -87,7 +87,7 @@ class LlavaModel(VisionLanguageModel):
         """
         self._check(input_ids, attention_mask, position_ids, overlays, past_key_values, labels)
         images = self.tiling.cut(pixel_values, image_sizes)
-        spans = self._place(input_ids, images.visuals, attention_mask, past_key_values)
+        spans = self._place(input_ids, images.visuals, attention_mask, past_key_values, overlays)
         types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
         check_token_types(types, spans, images.visuals, input_ids, attention_mask)
         stream = self.language.embed_tokens(input_ids)

@@ -20,7 +20,7 @@ from atb_modules.models.decoder import DecoderModel
 from atb_modules.models.inputs import check_ids
 from atb_modules.overlays import Overlays
 
-from .placeholders import Span, image_numbers
+from .placeholders import Span, check_whole, image_numbers
 from .prompts import FeatureReader, VisionPrompt
 from .row_positions import RowPositions
 from .visuals import Features, Visual, VisualBatch, check_token_types, place_visuals
@@ -118,11 +118,15 @@ class VisionLanguageModel(nn.Module):
         visuals: Sequence[Visual],
         attention_mask: Tensor | None,
         cache: KVCacheManager | None,
+        overlays: Overlays | None = None,
     ) -> list[Span]:
         """Where the visuals stand. A row that goes on in a cache without any is text: placeholders were generated."""
         if not visuals and cache is not None and any(cache.lengths):
             return []
-        return place_visuals(input_ids, self.placeholders, visuals, attention_mask)
+        spans = place_visuals(input_ids, self.placeholders, visuals, attention_mask)
+        if overlays is not None and overlays.cu_seqlens_q is not None:
+            check_whole(spans, overlays.cu_seqlens_q)
+        return spans
 
     def _seen(self, spans: Sequence[Span], input_ids: Tensor, overlays: Overlays | None) -> Overlays | None:
         """The overlays of a call, with the images that see both ways."""

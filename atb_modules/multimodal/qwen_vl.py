@@ -119,7 +119,7 @@ class QwenVLModel(VisionLanguageModel):
         images, videos = (pixel_values, image_grid_thw), (pixel_values_videos, video_grid_thw)
         batch = self._pack(images, videos, second_per_grid_ts)
         cache = past_key_values
-        spans = self._place(input_ids, batch.visuals, attention_mask, cache)
+        spans = self._place(input_ids, batch.visuals, attention_mask, cache, overlays)
         check_token_types({"mm_token_type_ids": mm_token_type_ids}, spans, batch.visuals, input_ids, attention_mask)
         if position_ids is None:
             placed = call_positions(

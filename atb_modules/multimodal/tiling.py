@@ -156,6 +156,8 @@ class AnyResolution(Tiling):
                 )
             tokens = num_anyres_tokens(height, width, patch_size=self.patch_size, **self._sizes)
             visuals.append(Visual("image", (1, 1, tokens)))
+        if not counts:
+            return Tiles(pixel_values.flatten(0, 1), [], [], [])
         tiles = torch.cat([image[:count] for image, count in zip(pixel_values, counts, strict=True)])
         return Tiles(tiles, visuals, counts, sizes)
 

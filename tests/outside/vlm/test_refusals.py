@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import atb_modules as atb
+from atb_modules.overlays import Overlays
 
 FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QWEN = FAMILIES[3:]
@@ -109,6 +110,25 @@ def test_what_the_language_model_would_refuse_is_refused_before_vision_work(chec
         model.generate(ids, 2, **batch.visual, mm_token_type_ids=ids.tolist())
     with pytest.raises(TypeError, match="input_ids is list; allowed: a tensor .* with .*mm_token_type_ids"):
         model.generate(ids.tolist(), 2, **batch.visual, mm_token_type_ids=torch.zeros_like(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_sequence_that_begins_in_an_image(checkpoint, batch_of, family):
+    model = atb.load_model(checkpoint(family)[1])
+    batch = batch_of(family, "one")
+    starts = torch.tensor([0, 8, batch.input_ids.shape[1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="begins at token 8, inside of image 0, which has .* from token 5 on"):
+        model(batch.input_ids, **batch.visual, overlays=Overlays(starts, starts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_that_is_too_long_and_a_batch_of_no_images(checkpoint, family):
+    model = atb.load_model(checkpoint(family)[1])
+    with pytest.raises(ValueError, match="input_ids has 600 tokens a row; max_positions is 512"):
+        model(torch.full((1, 600), 5))
+    none = {"pixel_values": torch.empty(0, 5, 3, 28, 28), "image_sizes": torch.empty(0, 2, dtype=torch.int64)}
+    if family == "llava_next":
+        assert model(torch.tensor([[5, 6]]), **none).logits.shape == (1, 2, 160)
 
 
 def test_tiles_that_do_not_fit(checkpoint, batch_of):

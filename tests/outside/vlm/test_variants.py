@@ -14,7 +14,7 @@ from atb_modules.convert.source import ConfigSource
 from atb_modules.layer import LayerMode
 from atb_modules.multimodal.qwen_vl import QwenVLModel
 
-from .conftest import IMAGE, PINPOINTS, QWEN, compose, config_of
+from .conftest import IMAGE, PINPOINTS, QWEN, compose, config_of, stir
 from .published_configs import PUBLISHED
 
 TEXT = {
@@ -107,10 +107,7 @@ def test_variants(tmp_path, name):
     family, config, edit = VARIANTS[name]
     torch.manual_seed(0)
     theirs = tf.AutoModelForImageTextToText.from_config(config(), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
+    stir(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
     if edit is not None:
         file = tmp_path / "theirs" / "config.json"
