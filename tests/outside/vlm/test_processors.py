@@ -111,3 +111,22 @@ def test_videos_between_pictures(checkpoint, family):
         return_tensors="pt",
     )
     compare(theirs, ours, inputs)
+
+
+def test_pictures_with_crops(checkpoint):
+    theirs, ours = both(checkpoint, "gemma3")
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 3}
+    text = ["w3 <start> w4", "w5 <start> <start> w6"]
+    pictures = [[picture(3)], [picture(0), picture(1)]]
+    inputs = processor_of("gemma3")(text=text, images=pictures, padding=True, return_tensors="pt", images_kwargs=crops)
+    assert len(inputs["pixel_values"]) > 3
+    compare(theirs, ours, inputs)
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_videos_of_odd_lengths(checkpoint, family):
+    theirs, ours = both(checkpoint, family)
+    films = [film(0, 3), film(1, 5)]
+    text = ["w3 <video> w4", "<video> w5"]
+    inputs = processor_of(family)(text=text, videos=films, padding=True, return_tensors="pt")
+    compare(theirs, ours, inputs.to(torch.float32))
