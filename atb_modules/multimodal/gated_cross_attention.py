@@ -141,7 +141,9 @@ class GatedCrossAttention(nn.Module):
         Raises:
             ValueError, TypeError: shapes that do not go together.
         """
-        keys = images if isinstance(images, Tensor) else images[0]
+        keys = images[0] if isinstance(images, tuple) and len(images) == 2 else images
+        check_tensor("images", keys, "a tensor (batch, images * tokens, kv_hidden_size), or what project_images made")
+        assert isinstance(keys, Tensor)
         mask, reads = self._reach(reach, hidden_states, keys.shape[1])
         attended = self.attention(self.attention_norm(hidden_states), mask, key_value_states=images)
         hidden_states = hidden_states + self._gated(self.attention_gate, attended, reads)
