@@ -104,7 +104,7 @@ class QwenVLModel(VisionLanguageModel):
             input_ids: integers (batch, seq) with the placeholders of images and videos.
             attention_mask, overlays, past_key_values, labels: see ``DecoderModel.forward``.
             position_ids: (3, batch, seq), or (batch, seq) for text; default those of M-RoPE. With a cache, what comes
-                later goes on after the greatest of its row.
+                later goes on behind the last token, after the greatest of its axes.
             pixel_values, pixel_values_videos: flattened patches (patches, values), in the order of the rows.
             image_grid_thw, video_grid_thw: int64 (images or videos, 3), time steps, rows and columns of patches.
             second_per_grid_ts: seconds of a time step of each video; default 1.

@@ -107,7 +107,7 @@ def given_positions(
     position_ids: Tensor, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCacheManager | None
 ) -> RowPositions:
     """Positions that a user gives, (3, batch, seq), (batch or 1, seq) or (seq,), as they are; what comes later in a
-    cache goes on after the greatest of its row.
+    cache goes on behind the last token of its row, after the greatest of its axes.
     """
     if cache is None:
         return RowPositions(position_ids, [])
@@ -118,5 +118,5 @@ def given_positions(
     for row, length in zip(range(batch), cache.lengths or (0,) * batch, strict=True):
         kept = rows[..., row, :][..., real[row] != 0]
         end = length + kept.shape[-1]
-        shifts.append([(end, int(kept.max()) + 1 - end)] if kept.numel() else [])
+        shifts.append([(end, int(kept[..., -1].max()) + 1 - end)] if kept.numel() else [])
     return RowPositions(position_ids, shifts)

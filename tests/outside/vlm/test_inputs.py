@@ -74,6 +74,26 @@ def test_logits_and_the_first_tokens(checkpoint, family, kind, padding):
     torch.testing.assert_close(stepped[:, 0], whole[:, -1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("advance", ["spatial", "max"])
+@pytest.mark.parametrize("family", QWEN)
+def test_text_behind_a_long_video_is_generated_where_a_forward_puts_it(checkpoint, family, advance):
+    theirs, directory = checkpoint(family)
+    ours = atb.load_inference_model(directory)
+    ours.config = dataclasses.replace(ours.config, mrope_advance=advance)
+    batch = compose(family, [[2, ("video", (7, 2, 4)), 1], [4, ("video", (6, 2, 2))]], padding="left")
+    cache = ours.new_cache(128, page_size=8, num_pages=64)
+    ours(**batch.ours(), past_key_values=cache)
+    ids, mask = batch.input_ids, batch.attention_mask
+    more = torch.tensor([[5, 6], [7, 8]])
+    found = ours(more, past_key_values=cache).logits
+    whole = ours(torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1), **batch.visual).logits
+    torch.testing.assert_close(found, whole[:, -2:], atol=1e-4, rtol=1e-4)
+    if advance == "spatial":
+        one = compose(family, [[2, ("video", (7, 2, 4)), 1]])
+        expected = theirs.generate(**one.theirs(), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert torch.equal(ours.generate(**one.ours(), max_new_tokens=8), expected)
+
+
 @pytest.mark.parametrize("family", QWEN)
 def test_given_positions_are_gone_on_from(checkpoint, batch_of, family):
     theirs, directory = checkpoint(family)
