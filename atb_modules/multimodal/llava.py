@@ -92,7 +92,7 @@ class LlavaModel(VisionLanguageModel):
         check_token_types(types, spans, images.visuals, input_ids, attention_mask)
         stream = self.language.embed_tokens(input_ids)
         if spans:
-            tokens, _ = self.encode(images)
+            tokens, _ = self._encode(images, past_key_values)
             stream = merge_features(stream, tokens, spans)
             overlays = self._seen(spans, input_ids, overlays)
         return self.language(

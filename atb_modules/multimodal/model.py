@@ -128,6 +128,11 @@ class VisionLanguageModel(nn.Module):
             check_whole(spans, overlays.cu_seqlens_q)
         return spans
 
+    def _encode(self, batch: Any, cache: KVCacheManager | None) -> Features:
+        """``encode``; a call with a cache has no gradients, and the tower need keep nothing for them."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            return self.encode(batch)
+
     def _seen(self, spans: Sequence[Span], input_ids: Tensor, overlays: Overlays | None) -> Overlays | None:
         """The overlays of a call, with the images that see both ways."""
         if not self.both_ways:

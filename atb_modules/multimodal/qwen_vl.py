@@ -129,7 +129,7 @@ class QwenVLModel(VisionLanguageModel):
             placed = given_positions(position_ids, input_ids, attention_mask, cache)
         stream, deepstack = self.language.embed_tokens(input_ids), None
         if spans:
-            tokens, layers = self.encode(batch)
+            tokens, layers = self._encode(batch, cache)
             stream = merge_features(stream, tokens, spans)
             deepstack = Deepstack(span_index(spans, input_ids.shape[1], input_ids.device), layers) if layers else None
         output = self.language(
