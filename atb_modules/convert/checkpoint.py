@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,24 @@ from atb_modules.attention.rope import RotaryLayout, convert_rotary_weight
 from atb_modules.checks import check_path
 from atb_modules.models.config import ModelConfig
 
+from .directory import (
+    commonest_dtype,
+    counted,
+    listed,
+    named,
+    plain_names,
+    read_object,
+    same_tensors,
+    with_end_tokens,
+)
 from .families import families_text, family_of_gguf, family_of_model_type
 from .family import Family, canonical_names, canonical_shape, gguf_name, hf_name
 from .safetensors_files import SafetensorsSource
-from .source import ConfigSource, parse_json
+from .source import ConfigSource
 from .tensors import TensorSource
 
 logger = logging.getLogger("atb_modules.convert")
 
-_COMPILED_PREFIX = "_orig_mod."
 # What stands before a text model's keys in the layouts that checkpoints come in.
 _LAYOUTS = ("model.", "", "language_model.model.", "model.language_model.")
 _FREQUENCIES = "rope_freqs.weight"
@@ -56,11 +65,7 @@ class Checkpoint:
         self._stored = stored
         self.config = self._settle_head(config)
         self._check_names(set(known))
-        sizes: dict[torch.dtype, int] = {}
-        for name in self._stored.values():
-            info = source.infos[name]
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
-        self.dtype = max(sizes, key=lambda dtype: sizes[dtype])
+        self.dtype = commonest_dtype(source.infos[name] for name in self._stored.values())
 
     def _settle_head(self, config: ModelConfig) -> ModelConfig:
         """A stored head is used; a missing one is the embedding, if the file says so."""
@@ -69,26 +74,17 @@ class Checkpoint:
             if not config.tie_word_embeddings:
                 raise ValueError(f"{self.path}: the tensor {head!r} is missing, and tie_word_embeddings is false")
             del self._stored["lm_head.weight"]
-        elif config.tie_word_embeddings and self._same(self._stored["embed.weight"], head):
+        elif config.tie_word_embeddings and same_tensors(self.source, self._stored["embed.weight"], head):
             del self._stored["lm_head.weight"]
         else:
             return replace(config, tie_word_embeddings=False)
         return config
 
-    def _same(self, first: str, second: str) -> bool:
-        infos = self.source.infos
-        if first not in infos or infos[first].shape != infos[second].shape:
-            return False
-        tensors = [torch.empty(infos[name].shape, dtype=infos[name].dtype) for name in (first, second)]
-        for name, tensor in zip((first, second), tensors, strict=True):
-            self.source.read_into(name, tensor)
-        return torch.equal(*tensors)
-
     def _check_names(self, known: set[str]) -> None:
         infos = self.source.infos
         missing = [name for name in self._stored.values() if name not in infos]
         if missing:
-            raise ValueError(f"{self.path}: {_count(missing, 'tensor')} missing: {_listed(missing)}")
+            raise ValueError(f"{self.path}: {counted(missing, 'tensor')} missing: {listed(missing)}")
         for ours, name in self._stored.items():
             shape = canonical_shape(self.config, ours)
             if infos[name].shape != shape:
@@ -101,12 +97,12 @@ class Checkpoint:
         inside = [name for name in inside if not name.endswith("rotary_emb.inv_freq")]
         if inside:
             raise ValueError(
-                f"{self.path}: the configuration has no place for {_count(inside, 'tensor')} of its layers: "
-                f"{_listed(inside)}"
+                f"{self.path}: the configuration has no place for {counted(inside, 'tensor')} of its layers: "
+                f"{listed(inside)}"
             )
         self.unused = tuple(unused)
         if unused:
-            logger.warning("%s: %s not used: %s", self.path, _count(unused, "tensor"), _listed(unused))
+            logger.warning("%s: %s not used: %s", self.path, counted(unused, "tensor"), listed(unused))
 
     def names(self) -> list[str]:
         """Canonical names of all weights that there are."""
@@ -152,7 +148,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    values = _read_json(path / "config.json")
+    values = read_object(path / "config.json")
     source = ConfigSource(values, str(path / "config.json"))
     model_type = source.word("model_type", "")
     family = family_of_model_type(model_type)
@@ -162,13 +158,10 @@ def _open_directory(path: Path) -> Checkpoint:
             f"model_type {model_type!r} ({', '.join(map(str, architectures))}) is not supported; "
             f"allowed: {families_text()}"
         )
-    config = _named(source, lambda: _stretched(family.config(source)))
-    generation = path / "generation_config.json"
-    if generation.exists():
-        more = ConfigSource(_read_json(generation), str(generation)).token_ids("eos_token_id")
-        config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    config = named(source, lambda: _stretched(family.config(source)))
+    config = replace(config, eos_token_ids=with_end_tokens(config.eos_token_ids, path))
     tensors = SafetensorsSource.from_directory(path)
-    plain = {name.replace(_COMPILED_PREFIX, ""): name for name in tensors.infos}
+    plain = plain_names(tensors)
     wanted = [*canonical_names(replace(config, tie_word_embeddings=True)), "lm_head.weight"]
     layout = next((p for p in _LAYOUTS if f"{p}embed_tokens.weight" in plain), "model.")
     stored = {}
@@ -180,16 +173,6 @@ def _open_directory(path: Path) -> Checkpoint:
             foreign = "language_model." + foreign
         stored[name] = plain.get(foreign, foreign)
     return Checkpoint(path, family, config, tensors, stored)
-
-
-def _named(source: ConfigSource, read: Callable[[], ModelConfig]) -> ModelConfig:
-    """What `read` returns; an error of our own classes, which know no file, gets the file's name."""
-    try:
-        return read()
-    except ValueError as error:
-        if str(error).startswith(source.path):
-            raise
-        raise source.error(str(error)) from None
 
 
 def _stretched(config: ModelConfig) -> ModelConfig:
@@ -225,12 +208,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     # Files without a head are tied; one whose head was lost on the way cannot be told from them.
     metadata["tied"] = "output.weight" not in tensors.infos
     read_config = family.gguf_config
-    config = _named(source, lambda: read_config(source, arch))
+    config = named(source, lambda: read_config(source, arch))
     wanted = [*canonical_names(replace(config, tie_word_embeddings=True)), "lm_head.weight"]
     stored = {name: gguf_name(family, name) for name in wanted}
     if _FREQUENCIES in tensors.infos:
         read = config
-        config = _named(source, lambda: _with_frequencies(read, tensors))
+        config = named(source, lambda: _with_frequencies(read, tensors))
     return GGUFCheckpoint(path, family, config, tensors, stored, known=(_FREQUENCIES,))
 
 
@@ -246,20 +229,3 @@ def _with_frequencies(config: ModelConfig, tensors: TensorSource) -> ModelConfig
         raise ValueError(f"{info.path}: tensor {_FREQUENCIES!r} has values that are not positive")
     rotary = tuple(replace(entry, frequency_factors=tuple(factors.tolist())) for entry in config.rotary)
     return replace(config, rotary=rotary)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    values = parse_json(path.read_bytes(), f"{path}: the file")
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: holds a {type(values).__name__}; allowed: an object")
-    return values
-
-
-def _count(names: list[str], what: str) -> str:
-    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

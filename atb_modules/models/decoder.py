@@ -31,6 +31,7 @@ from .inputs import (
     check_ids,
     check_position_ids,
     check_stream,
+    longest_row,
     segment_positions,
     shifted_labels,
 )
@@ -210,15 +211,7 @@ class DecoderModel(nn.Module):
         else:
             check_stream(inputs_embeds, deepstack, self.config.hidden_size, self.config.num_layers)
             tokens = inputs_embeds[..., 0]
-        check_type("overlays", overlays, Overlays, optional=True)
-        check_beside_ids(tokens, attention_mask, labels, self.config.vocab_size)
-        if past_key_values is not None:
-            check_cache("past_key_values", past_key_values, self.config, self.device)
-            check_cached_overlays(overlays, tokens.shape)
-        if position_ids is not None:
-            limit = self.config.max_positions
-            limit = limit if past_key_values is None else max(limit, past_key_values.max_seq_len)
-            check_position_ids(position_ids, tokens.shape, attention_mask, limit, self.config.position_axes)
+        self.check_call(tokens, attention_mask, position_ids, overlays, past_key_values, labels)
         stream = self.embed_tokens(input_ids) if input_ids is not None else inputs_embeds
         assert stream is not None
         if past_key_values is not None:
@@ -231,6 +224,36 @@ class DecoderModel(nn.Module):
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         return ModelOutput(logits, loss, past_key_values)
 
+    def check_call(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        overlays: Overlays | None,
+        cache: KVCacheManager | None,
+        labels: Tensor | None,
+    ) -> None:
+        """Raises where what `forward` is given beside its tokens (B, L) does not go with them or with the model."""
+        check_type("overlays", overlays, Overlays, optional=True)
+        check_beside_ids(tokens, attention_mask, labels, self.config.vocab_size)
+        limit = self.config.max_positions
+        if cache is not None:
+            check_cache("past_key_values", cache, self.config, self.device)
+            check_cached_overlays(overlays, tokens.shape)
+            if cache.batch_size not in (0, tokens.shape[0]):
+                raise ValueError(
+                    f"input_ids has {tokens.shape[0]} rows; past_key_values has {cache.batch_size} open sequences, "
+                    "allowed: as many, or none"
+                )
+            limit = max(limit, cache.max_seq_len)
+        # An exported program is promised any length; everything else learns where the trained positions end.
+        elif not torch.compiler.is_exporting():
+            longest = longest_row(tokens.shape[1], None if overlays is None else overlays.cu_seqlens_q)
+            if longest > limit:
+                raise ValueError(f"input_ids has {longest} tokens a row; max_positions is {limit}")
+        if position_ids is not None:
+            check_position_ids(position_ids, tokens.shape, attention_mask, limit, self.config.position_axes)
+
     def _forward_dense(
         self,
         x: Tensor,
@@ -241,10 +264,7 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         batch, length = x.shape[:2]
         packed = None if overlays is None else overlays.cu_seqlens_q
-        longest = length if packed is None else max(packed.diff().tolist(), default=0)
-        # An exported program is promised any length; everything else learns where the trained positions end.
-        if not torch.compiler.is_exporting() and longest > self.config.max_positions:
-            raise ValueError(f"input_ids has {longest} tokens a row; max_positions is {self.config.max_positions}")
+        longest = longest_row(length, packed)
         if position_ids is None:
             position_ids = torch.arange(length, device=x.device).expand(batch, length)
             if packed is not None:

@@ -125,6 +125,11 @@ def shifted_labels(labels: Tensor, overlays: Overlays | None) -> Tensor:
     return targets.index_fill(1, starts - 1, IGNORED)
 
 
+def longest_row(length: int, cu_seqlens: Tensor | None) -> int:
+    """Tokens of the longest sequence: of rows of that length, or of the packed ones."""
+    return length if cu_seqlens is None else max(cu_seqlens.diff().tolist(), default=0)
+
+
 def segment_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """(1, total): positions that begin at 0 in every packed sequence."""
     starts = cu_seqlens.long()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import Attention, AttentionConfig
-from atb_modules.checks import check_bool, check_tensor, check_type
+from atb_modules.checks import check_bool, check_number, check_tensor, check_type
 from atb_modules.mlp import MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
 from atb_modules.strategies import parse_enum
@@ -66,6 +66,7 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         check_bool("vector", self.vector)
+        check_number("initial", self.initial)
         check_bool("mlp_needs_image", self.mlp_needs_image)
 
 
@@ -140,7 +141,9 @@ class GatedCrossAttention(nn.Module):
         Raises:
             ValueError, TypeError: shapes that do not go together.
         """
-        keys = images if isinstance(images, Tensor) else images[0]
+        keys = images[0] if isinstance(images, tuple) and len(images) == 2 else images
+        check_tensor("images", keys, "a tensor (batch, images * tokens, kv_hidden_size), or what project_images made")
+        assert isinstance(keys, Tensor)
         mask, reads = self._reach(reach, hidden_states, keys.shape[1])
         attended = self.attention(self.attention_norm(hidden_states), mask, key_value_states=images)
         hidden_states = hidden_states + self._gated(self.attention_gate, attended, reads)

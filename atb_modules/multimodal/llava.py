@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from atb_modules.attention import KVCacheManager
+from atb_modules.checks import check_type
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
-from atb_modules.models.inputs import check_ids
 from atb_modules.models.output import ModelOutput
 from atb_modules.overlays import Overlays
 from atb_modules.strategies import parse_enum
 
 from .model import ImageAttention, VisionLanguageModel
 from .placeholders import merge_features
-from .tiling import Tiles, Tiling, WholeImage
+from .tiling import ImageSizes, Tiles, Tiling, WholeImage
 from .vision import VisionTower
-from .visuals import Features
+from .visuals import Features, check_token_types
 
 
 class LlavaModel(VisionLanguageModel):
@@ -49,11 +48,12 @@ class LlavaModel(VisionLanguageModel):
         image_attention: ImageAttention | str = ImageAttention.CAUSAL,
     ) -> None:
         super().__init__(vision, projector, language, {"image": image_token_id})
+        check_type("tiling", tiling, Tiling, optional=True)
         self.both_ways = parse_enum(ImageAttention, image_attention, "image_attention") is ImageAttention.BIDIRECTIONAL
         self.tiling = tiling if tiling is not None else WholeImage(patch_size=vision.patch_size)
 
     def encode(self, batch: Tiles) -> Features:
-        tokens = self.projector(self.vision(batch.tiles.to(self.language.dtype)))
+        tokens = self.projector(self.vision(batch.tiles.to(self.vision_dtype)))
         return self.tiling.join(tokens, batch), ()
 
     def forward(
@@ -63,7 +63,9 @@ class LlavaModel(VisionLanguageModel):
         position_ids: Tensor | None = None,
         *,
         pixel_values: Tensor | None = None,
-        image_sizes: Tensor | Sequence[tuple[int, int]] | None = None,
+        image_sizes: ImageSizes | None = None,
+        token_type_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
         overlays: Overlays | None = None,
         past_key_values: KVCacheManager | None = None,
         labels: Tensor | None = None,
@@ -76,17 +78,21 @@ class LlavaModel(VisionLanguageModel):
             pixel_values: (images, channels, height, width), in the order of the rows; with tiles (images, tiles,
                 channels, height, width).
             image_sizes: (images, 2), height and width of each image before it was cut into tiles.
+            token_type_ids, mm_token_type_ids: what a processor says of each token, 0 text, 1 image; checked against
+                input_ids.
 
         Raises:
             ValueError: placeholders and images that do not agree, image by image, before any vision work; and as
                 ``DecoderModel.forward``.
         """
-        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        self._check(input_ids, attention_mask, position_ids, overlays, past_key_values, labels)
         images = self.tiling.cut(pixel_values, image_sizes)
-        spans = self._place(input_ids, images.visuals, attention_mask, past_key_values)
+        spans = self._place(input_ids, images.visuals, attention_mask, past_key_values, overlays)
+        types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
+        check_token_types(types, spans, images.visuals, input_ids, attention_mask)
         stream = self.language.embed_tokens(input_ids)
         if spans:
-            tokens, _ = self.encode(images)
+            tokens, _ = self._encode(images, past_key_values)
             stream = merge_features(stream, tokens, spans)
             overlays = self._seen(spans, input_ids, overlays)
         return self.language(
@@ -106,7 +112,9 @@ class LlavaModel(VisionLanguageModel):
         *,
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
-        image_sizes: Tensor | Sequence[tuple[int, int]] | None = None,
+        image_sizes: ImageSizes | None = None,
+        token_type_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor | list[int] | list[list[int]]:
         """Continues prompts with images; ``options`` are those of ``DecoderModel.generate``.
@@ -115,4 +123,5 @@ class LlavaModel(VisionLanguageModel):
         question about an image computes neither.
         """
         images = self.tiling.cut(pixel_values, image_sizes)
-        return self._generate(input_ids, max_new_tokens, images, attention_mask, options)
+        types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
+        return self._generate(input_ids, max_new_tokens, images, attention_mask, types, options)

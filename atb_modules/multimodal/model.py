@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import KVCacheManager
-from atb_modules.checks import check_int, check_type
+from atb_modules.checks import check_int, check_tensor, check_type
 from atb_modules.inference.prompt import Prompt
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
+from atb_modules.models.inputs import check_ids
 from atb_modules.overlays import Overlays
 
-from .placeholders import Span, image_numbers
+from .placeholders import Span, check_whole, image_numbers
 from .prompts import FeatureReader, VisionPrompt
 from .row_positions import RowPositions
-from .visuals import Features, Visual, VisualBatch, place_visuals
+from .visuals import Features, Visual, VisualBatch, check_token_types, place_visuals
 
 
 class ImageAttention(StrEnum):
@@ -59,6 +60,12 @@ class VisionLanguageModel(nn.Module):
         self.checkpoint_config: dict[str, Any] | None = None
         self.unused_tensors: tuple[str, ...] = ()
 
+    @property
+    def vision_dtype(self) -> torch.dtype:
+        """The dtype that the tower takes pixels in; that of the language model may be another."""
+        first = next(self.vision.parameters(), None)
+        return self.language.dtype if first is None else first.dtype
+
     @abstractmethod
     def encode(self, batch: Any) -> Features:
         """Tokens (total, hidden) of all visuals of a batch, and those of each deepstack layer: tower and projector."""
@@ -92,17 +99,39 @@ class VisionLanguageModel(nn.Module):
 
         save_model(self, directory)
 
+    def _check(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        overlays: Overlays | None = None,
+        cache: KVCacheManager | None = None,
+        labels: Tensor | None = None,
+    ) -> None:
+        """What the language model would refuse is refused before the vision tower works."""
+        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        self.language.check_call(input_ids, attention_mask, position_ids, overlays, cache, labels)
+
     def _place(
         self,
         input_ids: Tensor,
         visuals: Sequence[Visual],
         attention_mask: Tensor | None,
         cache: KVCacheManager | None,
+        overlays: Overlays | None = None,
     ) -> list[Span]:
         """Where the visuals stand. A row that goes on in a cache without any is text: placeholders were generated."""
         if not visuals and cache is not None and any(cache.lengths):
             return []
-        return place_visuals(input_ids, self.placeholders, visuals, attention_mask)
+        spans = place_visuals(input_ids, self.placeholders, visuals, attention_mask)
+        if overlays is not None and overlays.cu_seqlens_q is not None:
+            check_whole(spans, overlays.cu_seqlens_q)
+        return spans
+
+    def _encode(self, batch: Any, cache: KVCacheManager | None) -> Features:
+        """``encode``; a call with a cache has no gradients, and the tower need keep nothing for them."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            return self.encode(batch)
 
     def _seen(self, spans: Sequence[Span], input_ids: Tensor, overlays: Overlays | None) -> Overlays | None:
         """The overlays of a call, with the images that see both ways."""
@@ -117,8 +146,16 @@ class VisionLanguageModel(nn.Module):
         max_new_tokens: int,
         batch: VisualBatch,
         attention_mask: Tensor | None,
+        token_types: Mapping[str, Tensor | None],
         options: Mapping[str, Any],
     ) -> Tensor | list[int] | list[list[int]]:
+        if any(types is not None for types in token_types.values()):
+            check_tensor("input_ids", input_ids, f"a tensor (batch, seq) with {' or '.join(token_types)}")
+            assert isinstance(input_ids, Tensor)
+            self._check(input_ids, attention_mask)
+            spans = place_visuals(input_ids, self.placeholders, batch.visuals, attention_mask)
+            check_token_types(token_types, spans, batch.visuals, input_ids, attention_mask)
+
         def as_prompts(rows: list[list[int]]) -> list[Prompt]:
             return self._prompts(rows, batch)
 

@@ -26,6 +26,8 @@ class MRoPEAdvance(StrEnum):
 
     MAX: one after the greatest position of all axes, as Qwen trained and transformers to 4.57 has it. SPATIAL: at
     p + max(height, width), as transformers 5 has it; it differs for a video with more time steps than rows and columns.
+    Generated tokens go on behind the last one as its ``generate`` has it, not after the greatest position of the row,
+    which its forward with a cache takes.
     """
 
     MAX = "max"
@@ -72,7 +74,7 @@ def mrope_positions(
 
     Returns:
         positions int64 (3, length), and pairs (token, shift): from that token on, text stands at its number plus shift;
-        see ``KVCacheManager.shift_positions``. Tokens that are generated go on after the greatest position of the row.
+        see ``KVCacheManager.shift_positions``. Tokens that are generated stand where text of the prompt would.
 
     Raises:
         ValueError: blocks that overlap, or pass the end.
@@ -97,9 +99,4 @@ def mrope_positions(
         token = block.start + block.length
         shifts.append((token, position - token))
     parts.append((torch.arange(length - token) + position).expand(3, -1))
-    positions = torch.cat(parts, dim=1)
-    if shifts:
-        delta = int(positions.max()) + 1 - length
-        if delta != shifts[-1][1]:
-            shifts.append((length, delta))
-    return positions, shifts
+    return torch.cat(parts, dim=1), shifts

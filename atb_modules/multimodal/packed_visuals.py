@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atb_modules.checks import check_floating, check_tensor
+from atb_modules.checks import check_floating, check_positive, check_tensor
 
 from .visuals import Visual, VisualBatch
 
@@ -63,6 +63,8 @@ def pack_visuals(
         ("video", ("pixel_values_videos", "video_grid_thw"), videos),
     ):
         if given[0] is None and given[1] is None:
+            if kind == "video":
+                _time_steps(second_per_grid_ts, 0, None)
             continue
         patches, grid = _checked(names, given, merge_size)
         steps = [1.0] * len(grid)
@@ -109,10 +111,15 @@ def _checked(names: tuple[str, str], given: Pixels, merge_size: int) -> tuple[Te
 def _time_steps(
     second_per_grid_ts: Tensor | Sequence[float] | None, videos: int, tokens_per_second: float | None
 ) -> list[float]:
-    seconds = [1.0] * videos
+    seconds: Sequence[float] = [1.0] * videos
     if second_per_grid_ts is not None:
-        seconds = [float(value) for value in second_per_grid_ts]
-        if len(seconds) != videos:
-            raise ValueError(f"second_per_grid_ts has {len(seconds)} numbers; video_grid_thw has {videos} videos")
+        given = second_per_grid_ts.tolist() if isinstance(second_per_grid_ts, Tensor) else second_per_grid_ts
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(f"second_per_grid_ts is {given!r:.80}; allowed: a number of seconds for each video")
+        for number, value in enumerate(given):
+            check_positive(f"second_per_grid_ts[{number}]", value)
+        if len(given) != videos:
+            raise ValueError(f"second_per_grid_ts has {len(given)} numbers; video_grid_thw has {videos} videos")
+        seconds = given
     # Without a rate, time steps are counted, whatever they last.
     return [1.0 if tokens_per_second is None else value * tokens_per_second for value in seconds]

@@ -89,6 +89,17 @@ def _runs(found: Tensor) -> list[tuple[int, int, int]]:
     return [(row, begin, end - begin) for (row, begin), (_, end) in zip(begins, ends, strict=True)]
 
 
+def check_whole(spans: Sequence[Span], cu_seqlens: Tensor) -> None:
+    """Raises a ValueError where a sequence of a packed row begins inside of a span."""
+    for begin in cu_seqlens.tolist():
+        for span in spans:
+            if span.start < begin < span.start + span.length:
+                raise ValueError(
+                    f"cu_seqlens_q has a sequence that begins at token {begin}, inside of image {span.item}, which has "
+                    f"{span.length} placeholders from token {span.start} on; allowed: whole images"
+                )
+
+
 def span_index(spans: Sequence[Span], seq_len: int, device: torch.device | str | None = None) -> Tensor:
     """int64 (features,): the place of every feature in the flattened (batch * seq), in the order of the items."""
     parts = [torch.arange(s.row * seq_len + s.start, s.row * seq_len + s.start + s.length) for s in spans]

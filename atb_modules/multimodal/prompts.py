@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class FeatureReader:
-    """Features of the visuals of a call. All that are wanted when the first is read are encoded in one pass.
+    """Features of the visuals of a call. All that are wanted when the first is read are encoded in one pass, those of
+    equal content once.
 
     Args:
         encode: features of all visuals of a batch.
@@ -31,30 +32,35 @@ class FeatureReader:
         self.batch = batch
         self._encode = encode
         self.digests = [batch.digest(item) for item in range(len(batch.visuals))]
-        self._wanted: dict[int, None] = {}
-        self._features: dict[int, Features] = {}
+        self._wanted: set[int] = set()
+        self._features: dict[bytes, Features] = {}
         self._store: FeatureStore | None = None
 
     def want(self, items: Sequence[int], store: FeatureStore) -> None:
         """These will be read; what the store has of them need not be encoded, and it gets what is."""
         self._store = store
-        self._wanted |= dict.fromkeys(items)
+        self._wanted |= set(items)
         for item in items:
             known = store.get(self.digests[item])
             if known is not None:
-                self._features[item] = known
+                self._features[self.digests[item]] = known
 
     def __getitem__(self, item: int) -> Features:
-        if item not in self._features:
-            missing = sorted({item, *self._wanted} - set(self._features))
-            tokens, deepstack = self._encode(self.batch.select(missing))
-            lengths = [self.batch.visuals[number].length for number in missing]
-            layers = [layer.split(lengths) for layer in deepstack]
-            for place, (number, part) in enumerate(zip(missing, tokens.split(lengths), strict=True)):
-                self._features[number] = part, tuple(layer[place] for layer in layers)
-                if self._store is not None:
-                    self._store.put(self.digests[number], self._features[number])
-        return self._features[item]
+        if self.digests[item] not in self._features:
+            self._read({item, *self._wanted})
+        return self._features[self.digests[item]]
+
+    def _read(self, items: set[int]) -> None:
+        first = {self.digests[item]: item for item in sorted(items, reverse=True)}
+        missing = sorted(item for digest, item in first.items() if digest not in self._features)
+        tokens, deepstack = self._encode(self.batch.select(missing))
+        lengths = [self.batch.visuals[item].length for item in missing]
+        layers = [layer.split(lengths) for layer in deepstack]
+        for place, (item, part) in enumerate(zip(missing, tokens.split(lengths), strict=True)):
+            digest = self.digests[item]
+            self._features[digest] = part, tuple(layer[place] for layer in layers)
+            if self._store is not None:
+                self._store.put(digest, self._features[digest])
 
 
 class VisionPrompt(Prompt):

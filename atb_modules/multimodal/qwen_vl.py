@@ -3,59 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from atb_modules.attention import KVCacheManager
-from atb_modules.checks import check_bool, check_int, check_positive
+from atb_modules.checks import check_type
 from atb_modules.inference.prompts import PromptLike
 from atb_modules.models.decoder import DecoderModel
-from atb_modules.models.inputs import Deepstack, check_ids
+from atb_modules.models.inputs import Deepstack
 from atb_modules.models.output import ModelOutput
 from atb_modules.overlays import Overlays
-from atb_modules.strategies import parse_enum
 
 from .model import VisionLanguageModel
 from .mrope import MRoPEAdvance
 from .packed_visuals import PackedVisuals, Pixels, pack_visuals
 from .placeholders import Span, merge_features, span_index
-from .row_positions import RowPositions, call_positions, row_positions
+from .qwen_vl_config import QwenVLConfig
+from .row_positions import RowPositions, call_positions, given_positions, row_positions
 from .vision import PackedTower
 from .visuals import Features, Visual, check_token_types
 
-
-@dataclass(frozen=True)
-class QwenVLConfig:
-    """How a Qwen-VL model joins its parts.
-
-    Args:
-        image_token_id, video_token_id: the placeholders.
-        merge_size: patches a side of what becomes one token.
-        frames_apart: whether each time step of a video has a run of placeholders of its own, between timestamps
-            (Qwen3-VL).
-        tokens_per_second: positions a second of a video's time axis (Qwen2.5-VL); None for one a time step.
-        mrope_advance: where text resumes behind a video, see ``MRoPEAdvance``.
-        deepstack_layers: layers of the tower, from 0, whose tokens join the stream behind the decoder's first layers.
-    """
-
-    image_token_id: int
-    video_token_id: int
-    merge_size: int = 2
-    frames_apart: bool = False
-    tokens_per_second: float | None = None
-    mrope_advance: MRoPEAdvance | str = MRoPEAdvance.MAX
-    deepstack_layers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("image_token_id", "video_token_id"):
-            check_int(name, getattr(self, name), 0)
-        check_int("merge_size", self.merge_size)
-        check_bool("frames_apart", self.frames_apart)
-        check_positive("tokens_per_second", self.tokens_per_second, optional=True)
-        object.__setattr__(self, "mrope_advance", parse_enum(MRoPEAdvance, self.mrope_advance, "mrope_advance"))
-        object.__setattr__(self, "deepstack_layers", tuple(self.deepstack_layers))
+__all__ = ["QwenVLConfig", "QwenVLModel"]
 
 
 class QwenVLModel(VisionLanguageModel):
@@ -79,10 +48,16 @@ class QwenVLModel(VisionLanguageModel):
         config: QwenVLConfig,
         deepstack: Sequence[nn.Module] = (),
     ) -> None:
+        check_type("config", config, QwenVLConfig)
         super().__init__(vision, projector, language, {"image": config.image_token_id, "video": config.video_token_id})
         if len(deepstack) != len(config.deepstack_layers):
             raise ValueError(
                 f"deepstack has {len(deepstack)} projectors; config.deepstack_layers has {len(config.deepstack_layers)}"
+            )
+        if language.config.position_axes != 3:
+            raise ValueError(
+                f"language has rotary positions of {language.config.position_axes or 1} axes; allowed: 3, "
+                "see RotaryConfig.mrope_section"
             )
         self.config, self.deepstack = config, nn.ModuleList(deepstack)
 
@@ -92,7 +67,7 @@ class QwenVLModel(VisionLanguageModel):
         return MRoPEAdvance(self.config.mrope_advance)
 
     def encode(self, batch: PackedVisuals) -> Features:
-        patches, layers = batch.patches.to(self.language.dtype), self.config.deepstack_layers
+        patches, layers = batch.patches.to(self.vision_dtype), self.config.deepstack_layers
         tokens, states = self.vision.forward_intermediates(patches, batch.grids, layers)
         joining = zip(self.deepstack, states, strict=True)
         return self.projector(tokens), tuple(projector(state) for projector, state in joining)
@@ -128,7 +103,8 @@ class QwenVLModel(VisionLanguageModel):
         Args:
             input_ids: integers (batch, seq) with the placeholders of images and videos.
             attention_mask, overlays, past_key_values, labels: see ``DecoderModel.forward``.
-            position_ids: (3, batch, seq), or (batch, seq) for text; default those of M-RoPE.
+            position_ids: (3, batch, seq), or (batch, seq) for text; default those of M-RoPE. With a cache, what comes
+                later goes on behind the last token, after the greatest of its axes.
             pixel_values, pixel_values_videos: flattened patches (patches, values), in the order of the rows.
             image_grid_thw, video_grid_thw: int64 (images or videos, 3), time steps, rows and columns of patches.
             second_per_grid_ts: seconds of a time step of each video; default 1.
@@ -139,29 +115,34 @@ class QwenVLModel(VisionLanguageModel):
             ValueError: placeholders and visuals that do not agree, one by one, before any vision work; and as
                 ``DecoderModel.forward``.
         """
-        check_ids("input_ids", input_ids, self.language.config.vocab_size)
+        self._check(input_ids, attention_mask, position_ids, overlays, past_key_values, labels)
         images, videos = (pixel_values, image_grid_thw), (pixel_values_videos, video_grid_thw)
         batch = self._pack(images, videos, second_per_grid_ts)
         cache = past_key_values
-        spans = self._place(input_ids, batch.visuals, attention_mask, cache)
-        check_token_types(mm_token_type_ids, spans, batch.visuals, input_ids)
-        placed = call_positions(input_ids, spans, batch.visuals, attention_mask, overlays, cache, advance=self.advance)
+        spans = self._place(input_ids, batch.visuals, attention_mask, cache, overlays)
+        check_token_types({"mm_token_type_ids": mm_token_type_ids}, spans, batch.visuals, input_ids, attention_mask)
+        if position_ids is None:
+            placed = call_positions(
+                input_ids, spans, batch.visuals, attention_mask, overlays, cache, advance=self.advance
+            )
+        else:
+            placed = given_positions(position_ids, input_ids, attention_mask, cache)
         stream, deepstack = self.language.embed_tokens(input_ids), None
         if spans:
-            tokens, layers = self.encode(batch)
+            tokens, layers = self._encode(batch, cache)
             stream = merge_features(stream, tokens, spans)
             deepstack = Deepstack(span_index(spans, input_ids.shape[1], input_ids.device), layers) if layers else None
         output = self.language(
             None,
             attention_mask,
-            placed.position_ids if position_ids is None else position_ids,
+            placed.position_ids,
             inputs_embeds=stream,
             deepstack=deepstack,
             overlays=overlays,
             past_key_values=cache,
             labels=labels,
         )
-        if cache is not None and position_ids is None:
+        if cache is not None:
             placed.note(cache)
         return output
 
@@ -182,11 +163,12 @@ class QwenVLModel(VisionLanguageModel):
         """Continues prompts with images and videos; ``options`` are those of ``DecoderModel.generate``.
 
         With ``cache=``, pages of a prompt are found again by its tokens and the content of its images: a second
-        question about an image computes neither. ``mm_token_type_ids`` is taken, and says nothing new.
+        question about an image computes neither.
         """
         images, videos = (pixel_values, image_grid_thw), (pixel_values_videos, video_grid_thw)
         batch = self._pack(images, videos, second_per_grid_ts)
-        return self._generate(input_ids, max_new_tokens, batch, attention_mask, options)
+        types = {"mm_token_type_ids": mm_token_type_ids}
+        return self._generate(input_ids, max_new_tokens, batch, attention_mask, types, options)
 
     def _pack(self, images: Pixels, videos: Pixels, seconds: Tensor | Sequence[float] | None) -> PackedVisuals:
         config = self.config

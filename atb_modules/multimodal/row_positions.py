@@ -101,3 +101,22 @@ def call_positions(
         shape = input_ids.shape[0], input_ids.shape[1]
         placed = row_positions(shape, spans, visuals, attention_mask, advance=advance, past=past)
     return RowPositions(placed.position_ids.to(input_ids.device), placed.shifts)
+
+
+def given_positions(
+    position_ids: Tensor, input_ids: Tensor, attention_mask: Tensor | None, cache: KVCacheManager | None
+) -> RowPositions:
+    """Positions that a user gives, (3, batch, seq), (batch or 1, seq) or (seq,), as they are; what comes later in a
+    cache goes on behind the last token of its row, after the greatest of its axes.
+    """
+    if cache is None:
+        return RowPositions(position_ids, [])
+    batch = input_ids.shape[0]
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = position_ids.expand(*position_ids.shape[: -2 if position_ids.dim() == 3 else 0], *input_ids.shape)
+    shifts = []
+    for row, length in zip(range(batch), cache.lengths or (0,) * batch, strict=True):
+        kept = rows[..., row, :][..., real[row] != 0]
+        end = length + kept.shape[-1]
+        shifts.append([(end, int(kept[..., -1].max()) + 1 - end)] if kept.numel() else [])
+    return RowPositions(position_ids, shifts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_int, check_tensor
+from atb_modules.checks import check_floating, check_int
 
 from .vision import join_tiles, num_anyres_tokens, tile_grid
 from .visuals import Visual, VisualBatch
@@ -38,6 +38,10 @@ class Tiles(VisualBatch):
 
     def pixels(self, item: int) -> Tensor:
         return self.tiles[self._starts[item] : self._starts[item] + self.counts[item]]
+
+    def content(self, item: int) -> str:
+        # Two images of the same tiles may lose other rows and columns to unpadding, and have as many tokens left.
+        return super().content(item) + ("" if self.sizes is None else f" of {self.sizes[item]}")
 
     def select(self, items: Sequence[int]) -> Tiles:
         tiles = torch.cat([self.pixels(item) for item in items]) if items else self.tiles[:0]
@@ -79,7 +83,7 @@ class WholeImage(Tiling):
     def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
         if pixel_values is None:
             return Tiles(torch.empty(0), [], [])
-        check_tensor("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
+        check_floating("pixel_values", pixel_values, "a floating tensor (images, channels, height, width)")
         if pixel_values.dim() != 4:
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: (images, channels, height, width)"
@@ -134,7 +138,7 @@ class AnyResolution(Tiling):
     def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
         if pixel_values is None:
             return Tiles(torch.empty(0), [], [])
-        check_tensor("pixel_values", pixel_values, "a tensor (images, tiles, channels, height, width)")
+        check_floating("pixel_values", pixel_values, "a floating tensor (images, tiles, channels, height, width)")
         sizes = _sizes(image_sizes)
         if pixel_values.dim() != 5 or pixel_values.shape[0] != len(sizes):
             raise ValueError(
@@ -152,6 +156,8 @@ class AnyResolution(Tiling):
                 )
             tokens = num_anyres_tokens(height, width, patch_size=self.patch_size, **self._sizes)
             visuals.append(Visual("image", (1, 1, tokens)))
+        if not counts:
+            return Tiles(pixel_values.flatten(0, 1), [], [], [])
         tiles = torch.cat([image[:count] for image, count in zip(pixel_values, counts, strict=True)])
         return Tiles(tiles, visuals, counts, sizes)
 
@@ -166,7 +172,11 @@ class AnyResolution(Tiling):
 def _sizes(image_sizes: ImageSizes | None) -> list[tuple[int, int]]:
     if image_sizes is None:
         raise ValueError("image_sizes is None; images cut into tiles need the height and width of each")
-    pairs = image_sizes.tolist() if isinstance(image_sizes, Tensor) else list(image_sizes)
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"image_sizes is {pairs!r:.200}; allowed: (height, width) of each image")
-    return [(int(height), int(width)) for height, width in pairs]
+    pairs: Any = image_sizes.tolist() if isinstance(image_sizes, Tensor) else image_sizes
+    if not isinstance(pairs, Sequence) or not all(map(_is_size, pairs)):
+        raise ValueError(f"image_sizes is {pairs!r:.200}; allowed: height and width of each image, positive integers")
+    return [(height, width) for height, width in pairs]
+
+
+def _is_size(pair: object) -> bool:
+    return isinstance(pair, Sequence) and len(pair) == 2 and all(type(side) is int and side > 0 for side in pair)

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from atb_modules.checks import check_tensor
+
 from .placeholders import Span, find_spans
+
+#: A processor's word on the tokens of each kind; text is 0.
+_TYPE_IDS = {"image": 1, "video": 2}
 
 #: tokens (total, hidden) of visuals one after the other, and the same for each layer of deepstack.
 Features = tuple[Tensor, tuple[Tensor, ...]]
@@ -49,10 +54,14 @@ class VisualBatch(ABC):
     def pixels(self, item: int) -> Tensor:
         """What the tower sees of one visual."""
 
+    def content(self, item: int) -> str:
+        """What the features of a visual depend on beside its pixels."""
+        return str(self.visuals[item])
+
     def digest(self, item: int) -> bytes:
         """SHA-256 of all that the features of a visual depend on."""
         pixels = self.pixels(item).detach().to("cpu").contiguous()
-        digest = hashlib.sha256(f"{self.visuals[item]} {pixels.dtype} {tuple(pixels.shape)} ".encode())
+        digest = hashlib.sha256(f"{self.content(item)} {pixels.dtype} {tuple(pixels.shape)} ".encode())
         digest.update(pixels.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
@@ -78,22 +87,38 @@ def place_visuals(
 
 
 def check_token_types(
-    mm_token_type_ids: Tensor | None, spans: Sequence[Span], visuals: Sequence[Visual], input_ids: Tensor
+    given: Mapping[str, Tensor | None],
+    spans: Sequence[Span],
+    visuals: Sequence[Visual],
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
 ) -> None:
-    """Raises where a processor's word on a token, 0 text, 1 image, 2 video, is not what was found in input_ids."""
-    if mm_token_type_ids is None:
-        return
-    if mm_token_type_ids.shape != input_ids.shape:
-        raise ValueError(
-            f"mm_token_type_ids has shape {tuple(mm_token_type_ids.shape)}; input_ids has {tuple(input_ids.shape)}"
-        )
-    words = {"image": 1, "video": 2}
-    for span in spans:
-        found = mm_token_type_ids[span.row, span.start : span.start + span.length]
-        want = words[visuals[span.item].kind]
-        if bool((found != want).any()):
+    """Raises where a processor's word on a token, 0 text, 1 image, 2 video, is not what was found in input_ids.
+
+    Args:
+        given: the words (batch, seq) or None, by the names of their arguments.
+        spans, visuals: as ``place_visuals`` has them.
+        attention_mask: (batch, seq), 1 = real; what is said of padding is not read.
+    """
+    for name, types in given.items():
+        if types is None:
+            continue
+        check_tensor(name, types, "a tensor (batch, seq) or None")
+        if types.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {tuple(types.shape)}; input_ids has {tuple(input_ids.shape)}")
+        rest = types != 0 if attention_mask is None else (types != 0) & (attention_mask != 0)
+        for span in spans:
+            kind, where = visuals[span.item].kind, slice(span.start, span.start + span.length)
+            found, want = types[span.row, where], _TYPE_IDS[kind]
+            if bool((found != want).any()):
+                raise ValueError(
+                    f"{name} has {sorted(set(found.tolist()))} at tokens {span.start} to {where.stop - 1} of row "
+                    f"{span.row}; input_ids has the placeholders of {kind} {span.item} there, allowed: {want}"
+                )
+            rest[span.row, where] = False
+        if bool(rest.any()):
+            row, token = rest.nonzero()[0].tolist()
             raise ValueError(
-                f"mm_token_type_ids has {sorted(set(found.tolist()))} at tokens {span.start} to "
-                f"{span.start + span.length - 1} of row {span.row}; input_ids has the placeholders of "
-                f"{visuals[span.item].kind} {span.item} there, allowed: {want}"
+                f"{name} has {int(types[row, token])} at token {token} of row {row}; no image or video that was given "
+                "stands there, allowed: 0"
             )

@@ -18,7 +18,7 @@ def test_a_directory_that_is_none_says_so(tmp_path):
     tensors = load_file(file)
     gone = tensors.pop("encoder.layers.1.mlp.fc2.bias")
     save_file(tensors, file)
-    with pytest.raises(ValueError, match="1 tensors missing: encoder.layers.1.mlp.fc2.bias"):
+    with pytest.raises(ValueError, match="1 tensor missing: encoder.layers.1.mlp.fc2.bias"):
         load_vision_tower(tmp_path)
     save_file({**tensors, "encoder.layers.1.mlp.fc2.bias": gone[:5].clone()}, file)
     with pytest.raises(ValueError, match=r"fc2.bias' has shape \(5,\); the configuration makes it \(32,\)"):

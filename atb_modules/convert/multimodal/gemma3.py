@@ -30,6 +30,11 @@ def _build(source: ConfigSource, build: Build) -> LlavaModel:
     side, patches = math.isqrt(tokens), vision.config.image_size[0] // vision.patch_size
     if side * side != tokens or patches % side:
         raise source.error(f"mm_tokens_per_image is {tokens}; allowed: a square whose side divides {patches} patches")
+    shortest = min((window + 1 for window in language.config.windows if window is not None), default=tokens)
+    if tokens > shortest:
+        raise source.error(
+            f"mm_tokens_per_image is {tokens} and sliding_window {shortest}; allowed: images that a window holds whole"
+        )
     projector = PooledProjector(
         vision.out_channels,
         language.config.hidden_size,

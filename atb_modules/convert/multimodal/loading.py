@@ -13,6 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atb_modules.checks import check_path, check_type
+from atb_modules.convert.directory import (
+    check_shapes,
+    commonest_dtype,
+    counted,
+    listed,
+    named,
+    plain_names,
+    same_tensors,
+    with_end_tokens,
+)
 from atb_modules.convert.safetensors_files import SafetensorsSource
 from atb_modules.convert.source import ConfigSource, parse_json
 from atb_modules.layer import LayerMode
@@ -20,11 +30,9 @@ from atb_modules.models.draws import undrawn
 from atb_modules.multimodal.model import VisionLanguageModel
 
 from .families import multimodal_family_of
-from .family import Build, MultimodalFamily, WeightGroup
+from .family import Build, WeightGroup
 
 logger = logging.getLogger("atb_modules.convert")
-
-_COMPILED_PREFIX = "_orig_mod."
 
 
 def multimodal_config(path: Path) -> ConfigSource | None:
@@ -50,58 +58,41 @@ def load_multimodal(
     family = multimodal_family_of(source.word("model_type", ""))
     assert family is not None
     tensors = SafetensorsSource.from_directory(path)
-    stored = {name.replace(_COMPILED_PREFIX, ""): name for name in tensors.infos}
-    build = Build(_is_tied(source, stored, tensors), mode, attention_type, dtype or _stored_dtype(tensors))
-    model = _built(family, source, build)
+    stored = plain_names(tensors)
+    dtype = dtype or commonest_dtype(tensors.infos.values())
+    build = Build(_is_tied(source, stored, tensors), mode, attention_type, dtype)
+    model = named(source, lambda: undrawn(lambda: family.build(source, build)))
     model.language.tie_weights()
     placed = _place(family.groups(model), stored, path)
-    _check_shapes(placed, tensors)
+    check_shapes(tensors, placed)
     model.unused_tensors = _check_unused(set(stored.values()) - set(placed), path)
     with torch.no_grad():
         for name, slot in placed.items():
             tensors.read_into(name, slot)
     tensors.close()
     model.checkpoint_config = dict(source.values)
-    _read_end_tokens(model, path)
+    config = model.language.config
+    ends = tuple(dict.fromkeys(config.eos_token_ids + source.token_ids("eos_token_id")))
+    model.language.config = replace(config, eos_token_ids=with_end_tokens(ends, path))
     if mode is LayerMode.INFERENCE:
         model.requires_grad_(False)
         model.eval()
     return model
 
 
-def _built(family: MultimodalFamily, source: ConfigSource, build: Build) -> VisionLanguageModel:
-    try:
-        return undrawn(lambda: family.build(source, build))
-    except ValueError as error:
-        if str(error).startswith(source.path):
-            raise
-        raise source.error(str(error)) from None
-
-
 def _is_tied(source: ConfigSource, stored: dict[str, str], tensors: SafetensorsSource) -> bool:
-    """Whether the head is the embedding: as the file says, unless it holds a head of its own."""
-    text = source.mapping("text_config")
-    tied = source.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings", False)))
+    """Whether the head is the embedding: as the file says, unless it holds a head of its own. Files without a head
+    that do not say are tied: published ones leave out what is the default of their family.
+    """
+    inner, outer = source.mapping("text_config").get("tie_word_embeddings"), source.values.get("tie_word_embeddings")
+    untied = (inner if outer is None else outer) is False
     heads = [name for plain, name in stored.items() if plain.endswith("lm_head.weight")]
     if not heads:
-        if not tied:
+        if untied:
             raise source.error("the tensor 'lm_head.weight' is missing, and tie_word_embeddings is false")
         return True
-    if not tied:
-        return False
     embeds = [name for plain, name in stored.items() if plain.endswith("embed_tokens.weight")]
-    pair = []
-    for name in (heads[0], *embeds[:1]):
-        pair.append(torch.empty(tensors.infos[name].shape, dtype=tensors.infos[name].dtype))
-        tensors.read_into(name, pair[-1])
-    return len(pair) == 2 and pair[0].shape == pair[1].shape and torch.equal(*pair)
-
-
-def _stored_dtype(tensors: SafetensorsSource) -> torch.dtype:
-    sizes: dict[torch.dtype, int] = {}
-    for info in tensors.infos.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    return not untied and bool(embeds) and same_tensors(tensors, heads[0], embeds[0])
 
 
 def _place(groups: list[WeightGroup], stored: dict[str, str], path: Path) -> dict[str, Tensor]:
@@ -115,17 +106,8 @@ def _place(groups: list[WeightGroup], stored: dict[str, str], path: Path) -> dic
             else:
                 missing.append(root + name)
     if missing:
-        raise ValueError(f"{path}: {len(missing)} tensors missing: {_listed(missing)}")
+        raise ValueError(f"{path}: {counted(missing, 'tensor')} missing: {listed(missing)}")
     return placed
-
-
-def _check_shapes(placed: dict[str, Tensor], tensors: SafetensorsSource) -> None:
-    for name, slot in placed.items():
-        info = tensors.infos[name]
-        if info.shape != tuple(slot.shape):
-            raise ValueError(
-                f"{info.path}: tensor {name!r} has shape {info.shape}; the configuration makes it {tuple(slot.shape)}"
-            )
 
 
 def _check_unused(names: set[str], path: Path) -> tuple[str, ...]:
@@ -133,25 +115,11 @@ def _check_unused(names: set[str], path: Path) -> tuple[str, ...]:
     inside = [name for name in unused if "layers." in name or "blocks." in name]
     if inside:
         raise ValueError(
-            f"{path}: the configuration has no place for {len(inside)} tensors of its layers: {_listed(inside)}"
+            f"{path}: the configuration has no place for {counted(inside, 'tensor')} of its layers: {listed(inside)}"
         )
     if unused:
-        logger.warning("%s: %d tensors not used: %s", path, len(unused), _listed(unused))
+        logger.warning("%s: %s not used: %s", path, counted(unused, "tensor"), listed(unused))
     return tuple(unused)
-
-
-def _read_end_tokens(model: VisionLanguageModel, path: Path) -> None:
-    file = path / "generation_config.json"
-    if not file.exists():
-        return
-    values = parse_json(file.read_bytes(), f"{file}: the file")
-    ends = ConfigSource(values, str(file)).token_ids("eos_token_id") if isinstance(values, dict) else ()
-    config = model.language.config
-    model.language.config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def save_multimodal(model: VisionLanguageModel, directory: str | Path) -> Path:
@@ -177,7 +145,9 @@ def save_multimodal(model: VisionLanguageModel, directory: str | Path) -> Path:
     }
     directory.mkdir(parents=True, exist_ok=True)
     values = {**config, "dtype": str(model.language.dtype).removeprefix("torch.")}
-    values["tie_word_embeddings"] = model.language.config.tie_word_embeddings
+    tied = values["tie_word_embeddings"] = model.language.config.tie_word_embeddings
+    if "tie_word_embeddings" in values.get("text_config", {}):
+        values["text_config"] = {**values["text_config"], "tie_word_embeddings": tied}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return directory / "model.safetensors"

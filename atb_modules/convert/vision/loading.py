@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from atb_modules.checks import check_parameter_dtype, check_path
+from atb_modules.convert.directory import check_shapes, counted, listed, read_object
 from atb_modules.convert.safetensors_files import SafetensorsSource
-from atb_modules.convert.source import ConfigSource, parse_json
+from atb_modules.convert.source import ConfigSource
 from atb_modules.models.draws import undrawn
 from atb_modules.multimodal.vision import ImageTower, PackedTower
 from atb_modules.multimodal.vision.selection import SelectLayer
@@ -59,11 +60,7 @@ def load_vision_tower(
 def vision_source(directory: Path) -> tuple[VisionFamily, ConfigSource]:
     """The family and the vision configuration of a directory's config.json, which may be that of a model around it."""
     file = directory / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist")
-    values = parse_json(file.read_bytes(), f"{file}: the file")
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: holds a {type(values).__name__}; allowed: an object")
+    values = read_object(file)
     inner = values.get("vision_config")
     outer_type = values.get("model_type")
     own: Mapping[str, Any] = inner if isinstance(inner, Mapping) else values
@@ -98,15 +95,8 @@ def read_slots(slots: Mapping[str, Tensor], tensors: SafetensorsSource, root: st
     """
     missing = [root + name for name in slots if root + name not in tensors.infos]
     if missing:
-        words = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        raise ValueError(f"{path}: {len(missing)} tensors missing: {words}")
-    for name, slot in slots.items():
-        info = tensors.infos[root + name]
-        if info.shape != tuple(slot.shape):
-            raise ValueError(
-                f"{info.path}: tensor {info.name!r} has shape {info.shape}; the configuration makes it "
-                f"{tuple(slot.shape)}"
-            )
+        raise ValueError(f"{path}: {counted(missing, 'tensor')} missing: {listed(missing)}")
+    check_shapes(tensors, {root + name: slot for name, slot in slots.items()})
     with torch.no_grad():
         for name, slot in slots.items():
             tensors.read_into(root + name, slot)

@@ -113,6 +113,11 @@ class PerceiverResampler(nn.Module):
         latents = self.latents.expand(x.shape[0], -1, -1)
         mask = None
         if attention_mask is not None:
+            check_tensor("attention_mask", attention_mask, "a tensor (images, tokens) or None")
+            if attention_mask.shape != x.shape[:2]:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; x has {tuple(x.shape[:2])} tokens"
+                )
             mask = torch.nn.functional.pad(attention_mask != 0, (0, self.num_latents), value=True)
         for block in self.blocks:
             latents = block(latents, x, mask)

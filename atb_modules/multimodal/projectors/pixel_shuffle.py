@@ -87,6 +87,11 @@ def image_grid(x: Tensor, grid: tuple[int, int] | None, in_features: int) -> tup
     if x.dim() != 3 or x.shape[2] != in_features:
         raise ValueError(f"x has shape {tuple(x.shape)}; allowed: (images, patches, {in_features})")
     side = math.isqrt(x.shape[1])
+    if grid is not None:
+        if not isinstance(grid, (tuple, list)) or len(grid) != 2:
+            raise ValueError(f"grid is {grid!r:.80}; allowed: (rows, columns)")
+        for name, count in zip(("rows", "columns"), grid, strict=True):
+            check_int(f"grid's {name}", count)
     rows, columns = (side, side) if grid is None else grid
     if rows * columns != x.shape[1]:
         asked = "no square, and grid is None" if grid is None else f"not those of grid {grid}"

@@ -9,6 +9,7 @@ from atb_modules.checks import check_int
 from atb_modules.linear import Linear
 from atb_modules.multimodal.vision.pooling import PoolMode, pool_tokens
 from atb_modules.norm import NormConfig, build_norm
+from atb_modules.strategies import parse_enum
 
 from .pixel_shuffle import image_grid
 
@@ -41,7 +42,7 @@ class PooledProjector(nn.Module):
         super().__init__()
         check_int("in_features", in_features)
         check_int("stride", stride)
-        self.in_features, self.stride, self.mode = in_features, stride, PoolMode(mode)
+        self.in_features, self.stride, self.mode = in_features, stride, parse_enum(PoolMode, mode, "mode")
         self.norm = build_norm("rmsnorm", in_features, norm if norm is not None else NormConfig(), device, dtype)
         self.proj = Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
 

@@ -47,6 +47,7 @@ class QFormer(nn.Module):
         super().__init__()
         for name, value in (("num_queries", num_queries), ("in_features", in_features), ("cross_every", cross_every)):
             check_int(name, value)
+        check_int("hidden_size", hidden_size)
         check_int("num_layers", num_layers, most=1024)
         check_int("out_features", out_features, optional=True)
         where: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -17,7 +17,7 @@ FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl
 QWEN = FAMILIES[3:]
 
 
-def _config(name):
+def config_of(name):
     text = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -73,6 +73,18 @@ def _config(name):
     return tf.Qwen3VLConfig(text_config={**text, "head_dim": 16, **rope([4, 2, 2])}, vision_config=vision, **ids)
 
 
+def stir(model):
+    """Values that show in the logits for every parameter: some start as zeros, Gemma 3's projection among them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any() and parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """(transformers' model in eager attention, its directory) of a family."""
@@ -81,12 +93,9 @@ def checkpoint(tmp_path_factory):
     def of(name):
         if name not in made:
             torch.manual_seed(FAMILIES.index(name))
-            config = _config(name)
+            config = config_of(name)
             model = tf.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        parameter.mul_(4.0)  # so that every part shows in the logits
+            stir(model)
             directory = tmp_path_factory.mktemp(name)
             model.save_pretrained(directory)
             made[name] = model, directory

@@ -185,6 +185,17 @@ def test_a_frozen_tower_keeps_nothing_for_the_backward(checkpoint, batch_of, fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_with_a_cache_keeps_nothing_of_the_tower(checkpoint, batch_of, family):
+    model = atb.load_model(checkpoint(family)[1])
+    features = []
+    model.projector.register_forward_hook(lambda *call: features.append(call[-1].requires_grad))
+    batch = batch_of(family, "one")
+    model(**batch.ours(), past_key_values=model.new_cache(256))
+    model(**batch.ours())
+    assert features == [False, True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_disjoint_and_whole(checkpoint, family):
     model = atb.load_model(checkpoint(family)[1])
     parts = model.parts()

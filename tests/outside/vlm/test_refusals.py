@@ -1,6 +1,7 @@
 """Prompts, images and files that do not go together are refused, naming both sides."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import atb_modules as atb
+from atb_modules.overlays import Overlays
 
 FAMILIES = ("llava", "llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QWEN = FAMILIES[3:]
@@ -60,8 +62,73 @@ def test_grids_that_do_not_fit(checkpoint, family):
     with pytest.raises(ValueError, match=r"mm_token_type_ids has \[1, 2\] at tokens 1 to 4 of row 0"):
         model(ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]]), mm_token_type_ids=kinds)
     video = {"pixel_values_videos": torch.randn(32, 96), "video_grid_thw": torch.tensor([[2, 4, 4]])}
-    with pytest.raises(ValueError, match="second_per_grid_ts has 2 numbers; video_grid_thw has 1 videos"):
-        model(torch.tensor([[151] * 8]), **video, second_per_grid_ts=[1.0, 2.0])
+    for seconds, error, words in (
+        ([1.0, 2.0], ValueError, "second_per_grid_ts has 2 numbers; video_grid_thw has 1 videos"),
+        (["a"], TypeError, r"second_per_grid_ts\[0\] is 'a'"),
+        ([-1.0], ValueError, r"second_per_grid_ts\[0\] is -1.0"),
+        (torch.tensor([float("nan")]), ValueError, r"second_per_grid_ts\[0\] is nan"),
+        (1.0, TypeError, "second_per_grid_ts is 1.0"),
+    ):
+        with pytest.raises(error, match=words):
+            model(torch.tensor([[151] * 8]), **video, second_per_grid_ts=seconds)
+    with pytest.raises(ValueError, match="second_per_grid_ts has 1 numbers; video_grid_thw has 0 videos"):
+        model(torch.tensor([[5, 6]]), second_per_grid_ts=[1.0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_language_model_would_refuse_is_refused_before_vision_work(checkpoint, batch_of, family, monkeypatch):
+    model = atb.load_model(checkpoint(family)[1])
+    monkeypatch.setattr(model, "encode", lambda *_: pytest.fail("vision work before the arguments are checked"))
+    batch = batch_of(family, "one")
+    ids = batch.input_ids
+    cache = model.new_cache(64, num_pages=4)
+    cache.begin(2)
+    for name, value, error, words in (
+        ("attention_mask", torch.ones(1, 3, dtype=torch.int64), ValueError, "attention_mask has shape"),
+        ("attention_mask", torch.ones(ids.shape), TypeError, "attention_mask is torch.float32"),
+        ("attention_mask", ids.tolist(), TypeError, "attention_mask is list"),
+        ("position_ids", torch.zeros(1, 3, dtype=torch.int64), ValueError, "position_ids has shape"),
+        ("labels", torch.zeros(1, 3, dtype=torch.int64), ValueError, "labels has shape"),
+        ("labels", torch.full(ids.shape, 160), ValueError, "labels has ids from 160"),
+        ("overlays", {}, TypeError, "overlays is {}"),
+        ("past_key_values", 3, TypeError, "past_key_values must be a KVCacheManager"),
+        ("past_key_values", cache, ValueError, "input_ids has 1 rows; past_key_values has 2 open sequences"),
+        ("mm_token_type_ids", ids.tolist(), TypeError, "mm_token_type_ids is list"),
+        ("mm_token_type_ids", torch.zeros(1, 3), ValueError, "mm_token_type_ids has shape"),
+        (
+            "mm_token_type_ids",
+            torch.ones_like(ids),
+            ValueError,
+            "mm_token_type_ids has 1 at token 0 of row 0; no",
+        ),
+        ("pixel_values", batch.visual["pixel_values"].tolist(), TypeError, "pixel_values is"),
+        ("pixel_values", batch.visual["pixel_values"].long(), (TypeError, ValueError), "pixel_values is torch.int64"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            model(**{"input_ids": ids, **batch.visual, name: value})
+    with pytest.raises(TypeError, match="mm_token_type_ids is list"):
+        model.generate(ids, 2, **batch.visual, mm_token_type_ids=ids.tolist())
+    with pytest.raises(TypeError, match="input_ids is list; allowed: a tensor .* with .*mm_token_type_ids"):
+        model.generate(ids.tolist(), 2, **batch.visual, mm_token_type_ids=torch.zeros_like(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_sequence_that_begins_in_an_image(checkpoint, batch_of, family):
+    model = atb.load_model(checkpoint(family)[1])
+    batch = batch_of(family, "one")
+    starts = torch.tensor([0, 8, batch.input_ids.shape[1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="begins at token 8, inside of image 0, which has .* from token 5 on"):
+        model(batch.input_ids, **batch.visual, overlays=Overlays(starts, starts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_that_is_too_long_and_a_batch_of_no_images(checkpoint, family):
+    model = atb.load_model(checkpoint(family)[1])
+    with pytest.raises(ValueError, match="input_ids has 600 tokens a row; max_positions is 512"):
+        model(torch.full((1, 600), 5))
+    none = {"pixel_values": torch.empty(0, 5, 3, 28, 28), "image_sizes": torch.empty(0, 2, dtype=torch.int64)}
+    if family == "llava_next":
+        assert model(torch.tensor([[5, 6]]), **none).logits.shape == (1, 2, 160)
 
 
 def test_tiles_that_do_not_fit(checkpoint, batch_of):
@@ -71,6 +138,9 @@ def test_tiles_that_do_not_fit(checkpoint, batch_of):
         model(batch.input_ids, pixel_values=batch.visual["pixel_values"])
     with pytest.raises(ValueError, match="pixel_values has 2 tiles an image; image 0 of 40 x 90 pixels takes 4"):
         model(batch.input_ids, **{**batch.visual, "pixel_values": batch.visual["pixel_values"][:, :2]})
+    for sizes in ([40, 90], "ab", [[40.5, 90.0]], torch.tensor([[40.0, 90.0]]), [[0, 3]], 7):
+        with pytest.raises(ValueError, match="image_sizes is .*; allowed: height and width of each image"):
+            model(batch.input_ids, pixel_values=batch.visual["pixel_values"], image_sizes=sizes)
     with pytest.raises(ValueError, match="and image_sizes 2 images"):
         model(batch.input_ids, **{**batch.visual, "image_sizes": torch.tensor([[40, 90], [40, 90]])})
 
@@ -137,7 +207,7 @@ def test_every_layout_of_names_gives_the_same_model(checkpoint, batch_of, tmp_pa
 )
 def test_a_missing_tensor_is_named(checkpoint, tmp_path, family, name):
     target = renamed(checkpoint(family)[1], tmp_path / "cut", lambda name: name, drop=(name,))
-    with pytest.raises(ValueError, match=f"1 tensors missing: {name}"):
+    with pytest.raises(ValueError, match=f"1 tensor missing: {name}"):
         atb.load_model(target)
 
 
@@ -150,7 +220,7 @@ def test_tensors_without_a_place(checkpoint, tmp_path):
     assert atb.load_model(target).unused_tensors == ("vision_tower.embeddings.position_ids",)
     extra = {"language_model.model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
     save_file({**tensors, **extra}, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="no place for 1 tensors of its layers: .*q_proj.bias"):
+    with pytest.raises(ValueError, match="no place for 1 tensor of its layers: .*q_proj.bias"):
         atb.load_model(target)
 
 
