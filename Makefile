@@ -26,7 +26,9 @@ lint: $(VENV)/.test
 unit: $(VENV)/.test
 	@echo "== Tests: parity, caches, models, notebooks"
 	$(BIN)/python -m pytest tests/kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels \
+		--ignore=tests/test_notebooks.py
+	$(BIN)/python -m pytest -n 2 tests/test_notebooks.py
 
 bench: $(VENV)/.test
 	@echo "== Benchmarks: ours, the peer and the limit in one interleaved run (keep the machine idle)"
