@@ -89,7 +89,10 @@ class VisionLanguageModel(nn.Module):
         return named
 
     def new_cache(self, max_seq_len: int | None = None, **options: Any) -> KVCacheManager:
-        """A paged cache for the language model; see ``DecoderModel.new_cache``."""
+        """A paged cache for the language model, see ``DecoderModel.new_cache``; it keeps features of images too.
+
+        It knows prompts by their tokens and pixels. After a change of weights or positions, call its ``reset()``.
+        """
         return self.language.new_cache(max_seq_len, **options)
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -19,6 +19,8 @@ Features = tuple[Tensor, tuple[Tensor, ...]]
 class FeatureStore:
     """Features by the content of their image; those not asked for longest go first.
 
+    They are one model's, with the weights that it had: after a change of weights call the cache's ``reset()``.
+
     Args:
         max_bytes: most memory that is held.
     """
