@@ -19,7 +19,13 @@ from atb_modules.multimodal.vision import ImageTower, VisionTower
 
 from .family import Build, MultimodalFamily, WeightGroup, language_groups, nested, parameters, text_config
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "silu": "silu", "relu": "relu"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+    "relu": "relu",
+}
 #: What may stand before a tower's names.
 TOWER_ROOTS = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _PROJECTOR = {"layers.0": "linear_1", "layers.1": "linear_2"}
