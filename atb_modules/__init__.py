@@ -43,13 +43,14 @@ from atb_modules.models.loading import load_inference_model, load_model
 from atb_modules.models.saving import save_model
 from atb_modules.multimodal import (
     CrossAttentionMode,
+    LlavaModel,
     MultiModalAttention,
     MultiModalConfig,
     MultiModalTransformerLayer,
+    QwenVLConfig,
+    QwenVLModel,
     multimodal_attention,
 )
-from atb_modules.multimodal.llava import LlavaModel
-from atb_modules.multimodal.qwen_vl import QwenVLConfig, QwenVLModel
 from atb_modules.norm import (
     AdaLayerNorm,
     AdaLayerNormZero,
