@@ -16,6 +16,7 @@ from torch import Tensor
 from atb_modules.attention.calls import attention_traits
 from atb_modules.attention.functional import attention
 from atb_modules.attention.merge import merge_attention
+from atb_modules.checks import check_int, check_type
 from atb_modules.kernels.cpu.records import attention_pair_cpu
 from atb_modules.kernels.registry import explain_choice, kernels, resolve
 from atb_modules.kernels.traits import AttentionTraits
@@ -207,6 +208,12 @@ def unified_mask(
 
     ``CrossAttentionMode`` draws it.
     """
+    check_type("spec", spec, MultiModalSpec)
+    check_type("layout", layout, MultiModalLayout, optional=True)
+    check_int("vision_len", vision_len, least=0)
+    check_int("text_len", text_len, least=0)
+    if layout is not None:
+        layout.check(vision_len, text_len)
     total = vision_len + text_len
     mask = torch.zeros(total, total, dtype=torch.bool, device=device)
     mask[:vision_len, :vision_len] = True

@@ -38,6 +38,8 @@ def read_grids(grid_thw: Tensor, patches: int | None = None, merge_size: int = 1
     check_tensor("grid_thw", grid_thw, "an int64 tensor (images, 3)")
     if grid_thw.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"grid_thw is {grid_thw.dtype}; allowed: torch.int64")
+    if grid_thw.device.type == "meta":
+        raise ValueError("grid_thw is on meta; allowed: a tensor with data, it decides about shapes")
     if grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(f"grid_thw has shape {tuple(grid_thw.shape)}; allowed: (images, 3), frames, rows and columns")
     grids = tuple((t, h, w) for t, h, w in grid_thw.tolist())
@@ -167,6 +169,8 @@ def pack_images(
     ):
         check_int(name, value)
     check_bool("channels_last", channels_last)
+    if not isinstance(images, (Sequence, Tensor)) or isinstance(images, str):
+        raise TypeError(f"images is {type(images).__name__}; allowed: a list of tensors")
     if not len(images):
         raise ValueError("images is empty; allowed: at least one image")
     parts, grids = [], []
@@ -179,6 +183,8 @@ def pack_images(
             raise ValueError(
                 f"images[{index}] has {frames.shape[1]} channels; images[0] has {images[0].shape[-3]}, must be equal"
             )
+        if image.device != images[0].device:
+            raise ValueError(f"images[{index}] is on {image.device}; images[0] is on {images[0].device}, must be equal")
         patches, grid = _frame_patches(frames, index, patch_size, merge_size, temporal_patch_size, channels_last)
         parts.append(patches)
         grids.append(grid)
@@ -233,6 +239,8 @@ def unpad_patches(pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_sh
     for name, tensor in (("pixel_values", pixel_values), ("pixel_attention_mask", pixel_attention_mask)):
         check_tensor(name, tensor)
     check_tensor("spatial_shapes", spatial_shapes)
+    if spatial_shapes.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"spatial_shapes is {spatial_shapes.dtype}; allowed: torch.int64, torch.int32")
     if pixel_values.dim() != 3 or pixel_attention_mask.shape != pixel_values.shape[:2]:
         raise ValueError(
             f"pixel_values has shape {tuple(pixel_values.shape)} and pixel_attention_mask "
@@ -242,6 +250,8 @@ def unpad_patches(pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_sh
         raise ValueError(
             f"spatial_shapes has shape {tuple(spatial_shapes.shape)}; allowed: ({pixel_values.shape[0]}, 2)"
         )
+    if bool((spatial_shapes < 1).any()):
+        raise ValueError(f"spatial_shapes is {spatial_shapes.tolist()}; allowed: at least 1 row and column")
     counts = spatial_shapes.long().prod(-1)
     real = pixel_attention_mask != 0
     expected = torch.arange(pixel_values.shape[1], device=counts.device) < counts.unsqueeze(-1)

@@ -76,6 +76,11 @@ class PatchEmbed(nn.Module):
         if pixel_values.dim() == 4 and self.temporal_patch_size == 1:
             if pixel_values.shape[1] != self.in_channels:
                 raise ValueError(f"pixel_values has {pixel_values.shape[1]} channels; the tower has {self.in_channels}")
+            for side, name in zip(pixel_values.shape[2:], ("high", "wide"), strict=True):
+                if side < self.patch_size:
+                    raise ValueError(
+                        f"pixel_values is {side} pixels {name}; allowed: at least patch_size {self.patch_size}"
+                    )
             pixel_values = cut_patches(pixel_values.to(self.proj.weight.dtype), self.patch_size)
         elif pixel_values.dim() != 2 or pixel_values.shape[1] != self.patch_values:
             raise ValueError(

@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atb_modules.checks import check_bool, check_floating, check_int, check_type
+from atb_modules.checks import check_bool, check_floating, check_int, check_number, check_tensor, check_type
 from atb_modules.strategies import parse_enum
+
+from .image_size import check_size
 
 Grid = tuple[int, int]
 
@@ -69,10 +71,7 @@ class PositionConfig:
     interpolation: Interpolation | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grid, (tuple, list)) or len(self.grid) != 2:
-            raise ValueError(f"grid is {self.grid!r}; allowed: a pair (rows, columns)")
-        for side, name in zip(self.grid, ("rows", "columns"), strict=True):
-            check_int(f"grid's {name}", side)
+        check_size("grid", self.grid)
         object.__setattr__(self, "grid", tuple(self.grid))
         check_type("interpolation", self.interpolation, Interpolation, optional=True)
 
@@ -91,10 +90,11 @@ def interpolate_positions(table: Tensor, grid: Grid, target: Grid, interpolation
         the target is its own grid.
     """
     check_floating("table", table, "a tensor (rows * columns, channels)")
+    check_size("grid", grid)
+    check_size("target", target)
+    check_type("interpolation", interpolation, Interpolation)
     if table.dim() != 2 or table.shape[0] != grid[0] * grid[1]:
         raise ValueError(f"table has shape {tuple(table.shape)}; grid {grid} takes ({grid[0] * grid[1]}, channels)")
-    for side, name in zip(target, ("rows", "columns"), strict=True):
-        check_int(f"target's {name}", side)
     if tuple(target) == tuple(grid):
         return table
     image = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(0, grid).permute(2, 0, 1)
@@ -169,7 +169,9 @@ def rotary_tables_2d(positions: Tensor, head_dim: int, base: float = 10000.0) ->
     Returns:
         cos, sin: float32 (tokens, head_dim / 2), rows' angles first.
     """
+    check_tensor("positions", positions, "a tensor of integers (tokens, 2)")
     check_int("head_dim", head_dim)
+    check_number("base", base, "a number greater than 1", lambda base: base > 1)
     if head_dim % 4:
         raise ValueError(f"head_dim is {head_dim}; allowed: a multiple of 4")
     if positions.dim() != 2 or positions.shape[1] != 2:

@@ -167,7 +167,7 @@ def test_a_refused_call_leaves_the_positions(mode, start):
     cache = make_cache()
     module(vision, text[:, :4], kv_cache=cache)
     before = cache.lengths, cache.next_positions
-    with pytest.raises(ValueError, match="cos has 5 angles"):
+    with pytest.raises(ValueError, match="text_tables has 5 angles"):
         tables = torch.ones(5, 5), torch.ones(5, 5)
         module(vision, text[:, 4:], kv_cache=cache, text_tables=tables)
     assert (cache.lengths, cache.next_positions) == before
