@@ -133,6 +133,8 @@ def both_streams(
     vision, text = (nothing if states is None else states for states in (vision, text))
     if vision.device != text.device:
         raise ValueError(f"vision is on {vision.device}; text is on {text.device}, they must be equal")
+    if vision.dtype != text.dtype and not torch.is_autocast_enabled(text.device.type):
+        raise TypeError(f"vision is {vision.dtype}; text is {text.dtype}, they must be equal")
     return vision, text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atb_modules import RotaryConfig
+from atb_modules import KVCacheManager, RotaryConfig
 from atb_modules.multimodal import MultiModalAttention, MultiModalConfig, MultiModalLayout, MultiModalTransformerLayer
 from atb_modules.multimodal.attention import MultiModalSpec, unified_mask
 
@@ -55,6 +55,17 @@ def test_image_lengths_may_be_a_tensor(module, streams):
 def test_tables_are_named(module, streams, tables):
     with pytest.raises((ValueError, TypeError), match="vision_tables"):
         module(*streams, vision_tables=tables)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_streams_of_two_dtypes_are_refused_with_and_without_a_cache(module, streams, cached):
+    vision, text = streams
+    cache = KVCacheManager(32, 4, 1, 4, 8, torch.float32, num_pages=16) if cached else None
+    with pytest.raises(TypeError, match="vision is torch.bfloat16; text is torch.float32"):
+        module(vision.bfloat16(), text, kv_cache=cache)
+    with torch.autocast("cpu", torch.bfloat16):  # which makes them one
+        for out in module(vision.bfloat16(), text):
+            assert torch.isfinite(out).all()
 
 
 def test_masks_and_lengths_of_a_device_without_data_are_named(module, streams):
