@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +112,19 @@ def vision_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
         return call.one(*call.vision, call.spec.full, images, call.need_lse)
     across = None if layout is None else Overlays(layout.cu_vision, layout.cu_text)
     return call.pair(call.vision, call.text, call.spec.full, images, across)
+
+
+def vision_rows(call: MultiModalCall) -> Tensor:
+    """Vision's output alone: in parts, or in one call under ``unified_mask`` where no part would return its LSE."""
+    asked = effective_strategy("attention", call.attention_strategy)
+    if not call.spec.vision_sees_text or asked is not AttentionStrategy.SDPA:
+        return vision_part(call)[0]
+    vision_len, text_len = call.vision[0].shape[2], call.text[0].shape[2]
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(call.vision[1:], call.text[1:], strict=True))
+    mask = unified_mask(call.spec, vision_len, text_len, call.layout, keys.device)[:vision_len]
+    options: dict[str, Any] = {"dropout_p": call.dropout_p, "strategy": call.attention_strategy}
+    out, _ = attention(call.vision[0], keys, values, call.spec.full, mask=mask, **options)
+    return out
 
 
 def text_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
