@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_floating, check_int
+from atb_modules.checks import check_floating, check_int, check_tensor
 from atb_modules.linear import Linear
 
 
@@ -18,6 +18,10 @@ def cut_patches(images: Tensor, patch_size: int) -> Tensor:
 
     Channels come first inside a patch, as in a convolution's kernel. Pixels past the last whole patch are left out.
     """
+    check_tensor("images", images, "a tensor (B, C, H, W)")
+    check_int("patch_size", patch_size)
+    if images.dim() != 4:
+        raise ValueError(f"images has shape {tuple(images.shape)}; allowed: (B, C, H, W)")
     rows, columns = images.shape[-2] // patch_size, images.shape[-1] // patch_size
     images = images[..., : rows * patch_size, : columns * patch_size]
     cut = images.unflatten(3, (columns, patch_size)).unflatten(2, (rows, patch_size))

@@ -21,7 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atb_modules.checks import check_bool, check_floating, check_int, check_number, check_tensor, check_type
+from atb_modules.checks import (
+    check_bool,
+    check_device,
+    check_floating,
+    check_int,
+    check_number,
+    check_parameter_dtype,
+    check_tensor,
+    check_type,
+)
 from atb_modules.strategies import parse_enum
 
 from .image_size import check_size
@@ -128,6 +137,8 @@ class LearnedPositions(nn.Module):
         check_int("hidden_size", hidden_size)
         check_type("config", config, PositionConfig)
         check_int("num_prefix", num_prefix, least=0)
+        check_device(device)
+        check_parameter_dtype(dtype)
         self.config, self.num_prefix = config, num_prefix
         rows = num_prefix + config.grid[0] * config.grid[1]
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
@@ -143,8 +154,9 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: another grid than the table's, where the configuration names no interpolation.
         """
+        check_size("target", target)
         table = self.weight[self.num_prefix :] if self.num_prefix else self.weight
-        target = (int(target[0]), int(target[1]))
+        target = (target[0], target[1])
         if target == self.config.grid:
             return table
         if self.config.interpolation is None:

@@ -90,6 +90,21 @@ FUNCTIONS = [
     (vision.unpadded_grid, ((2, 2), (2,)), "image_size"),
     (vision.limited_grid, ((2, 2), 0, 1), "tile_side"),
     (vision.limited_grid, (3, 2, 1), "grid"),
+    (vision.frame_starts, (3,), "grids"),
+    (vision.frame_starts, ([(1, 2)],), r"grids\[0\]"),
+    (vision.patch_positions, ([(0, 2, 2)], 1), r"grids\[0\]"),
+    (vision.patch_positions, ([(1, 3, 2)], 2), r"grids\[0\] has 3 rows"),
+    (vision.window_partition, ([(1, 2, 3)], 2, 2), r"grids\[0\] has 3 columns"),
+    (vision.window_partition, ([(1, 2.5, 2)], 2, 2), r"grids\[0\]"),
+    (vision.window_partition([(1, 4, 4)], 2, 2).gather, (torch.zeros(15, 2),), "tokens"),
+    (vision.merge_order, (3, 3, 2), "rows is 3"),
+    (vision.merge_order, (2, 2, 0), "merge_size"),
+    (vision.pad_frames, (torch.zeros(0, 3), 2), "frames"),
+    (vision.pad_frames, (torch.zeros(3, 2), 0), "temporal_patch_size"),
+    (vision.cut_patches, (TOKENS, 2), "images"),
+    (vision.cut_patches, (IMAGES, 0), "patch_size"),
+    (vision.LearnedPositions(8, PositionConfig((2, 2), BILINEAR)), (3,), "target"),
+    (vision.LearnedPositions(8, PositionConfig((2, 2), BILINEAR)), ((1.5, 2),), "target's rows"),
 ]
 
 
