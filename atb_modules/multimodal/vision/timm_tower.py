@@ -108,7 +108,7 @@ class TimmTower(nn.Module):
         if self.in_channels not in (None, pixel_values.shape[1]):
             raise ValueError(f"pixel_values has {pixel_values.shape[1]} channels; the tower has {self.in_channels}")
         parameter = next(self.model.parameters(), pixel_values)
-        if pixel_values.device != parameter.device:
+        if parameter.device.type != "meta" and pixel_values.device != parameter.device:
             raise ValueError(f"pixel_values is on {pixel_values.device}; the tower is on {parameter.device}")
         return pixel_values.to(parameter.dtype)
 

@@ -181,7 +181,8 @@ class ImageTower(VisionTower):
         """(rows, columns) of the patches of images (images, channels, height, width); raises where there is none."""
         config = self.config
         check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
-        if pixel_values.device != self.device:
+        # weights on meta may be ones that hooks bring in layer by layer
+        if self.device.type != "meta" and pixel_values.device != self.device:
             raise ValueError(f"pixel_values is on {pixel_values.device}; the tower is on {self.device}")
         if pixel_values.dim() != 4:
             raise ValueError(
