@@ -134,3 +134,61 @@ def test_fused_towers_stand_side_by_side_with_grids_equal_or_resampled():
         fused([large, small, small])
     with pytest.raises(ValueError, match="towers is empty"):
         FusedTower([])
+
+
+def timm_tower(name="test_vit", **options):
+    torch.manual_seed(0)
+    return TimmTower(timm.create_model(name, num_classes=0).eval(), **options)
+
+
+def test_a_timm_tower_takes_pixels_of_any_dtype():
+    """A processor gives float32 whatever the model is in; fused with another tower, both see the same tensor."""
+    tower = timm_tower(dtype=torch.bfloat16)
+    images = torch.rand(1, 3, 160, 160)
+    assert torch.equal(tower(images), tower(images.bfloat16()))
+    own = VisionConfig("test", 16, 1, 4, 24, 16, image_size=(160, 160))
+    fused = FusedTower([tower, build_tower(own, dtype=torch.bfloat16)])
+    assert fused(images).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
+def test_a_timm_tower_takes_no_image(name):
+    tower = timm_tower(name)
+    images = torch.rand(1, 3, 160, 160)
+    assert tower(images[:0]).shape == (0, *tower(images).shape[1:])
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
+def test_no_image_where_timm_itself_raises(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=0)
+    tower = TimmTower(model)
+    images = torch.zeros(0, 3, 224, 224, device="meta")
+    rows, columns = tower.grid_of(images)
+    assert tower(images).shape == (0, rows * columns, tower.out_channels)
+    if tower.num_layers:
+        assert tower.forward_intermediates(images, [0])[1][0].shape == (0, rows * columns, tower.hidden_size)
+
+
+def test_a_timm_tower_names_what_it_refuses():
+    tower = timm_tower()
+    image = torch.zeros(1, 3, 160, 160)
+    for pixels in (None, 3, image[0], image.byte(), image[:, :2], image.to("meta")):
+        for call in (tower, tower.grid_of, lambda given: tower.forward_intermediates(given, [0])):
+            with pytest.raises((ValueError, TypeError), match="pixel_values"):
+                call(pixels)
+    with pytest.raises(TypeError, match="layers is 3"):
+        tower.forward_intermediates(image, 3)
+    for images in (torch.zeros(1, 3, 161, 160), torch.zeros(1, 3, 15, 15)):
+        for call in (tower, tower.grid_of):
+            with pytest.raises(ValueError, match="pixel_values"):
+                call(images)
+    for options, error in (
+        ({"model": "no_such_model"}, ValueError),
+        ({"model": 3}, TypeError),
+        ({"model": "test_vit", "dtype": torch.int8}, ValueError),
+        ({"model": "test_vit", "device": "nowhere"}, ValueError),
+        ({"model": "test_resnet", "select_layer": -2}, ValueError),
+    ):
+        with pytest.raises(error, match=list(options)[-1]):
+            TimmTower(**options)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atb_modules.convert.directory import named
 from atb_modules.convert.source import ConfigSource
 from atb_modules.multimodal.vision import ImageTower, PackedTower, VisionConfig, VisionTower, build_tower
 from atb_modules.multimodal.vision.selection import SelectLayer
@@ -41,6 +42,10 @@ class VisionFamily:
     vision_config: Callable[[ConfigSource], VisionConfig]
     names: Callable[[VisionConfig], VisionNames]
 
+    def read(self, config: ConfigSource) -> VisionConfig:
+        """The structure that a vision configuration asks for; errors name its file."""
+        return named(config, lambda: self.vision_config(config))
+
     def build(
         self,
         config: ConfigSource,
@@ -55,12 +60,7 @@ class VisionFamily:
         Raises:
             ValueError: a wrong or missing key, naming the file and the key.
         """
-        try:
-            vision = self.vision_config(config)
-        except ValueError as error:
-            if str(error).startswith(config.path):
-                raise
-            raise config.error(str(error)) from None
+        vision = self.read(config)
         return build_tower(vision, select_layer=select_layer, final_norm=final_norm, device=device, dtype=dtype)
 
     def slots(self, tower: VisionTower) -> dict[str, Tensor]:

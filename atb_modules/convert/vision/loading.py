@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atb_modules.checks import check_parameter_dtype, check_path
+from atb_modules.checks import FLOATING, check_parameter_dtype, check_path
 from atb_modules.convert.directory import check_shapes, counted, listed, read_object
 from atb_modules.convert.safetensors_files import SafetensorsSource
 from atb_modules.convert.source import ConfigSource
@@ -49,7 +49,10 @@ def load_vision_tower(
     tensors = SafetensorsSource.from_directory(path)
     root = find_root(family, config, tensors, path)
     marker = tensors.infos[root + _marker(family, config)]
-    dtype = marker.dtype if dtype is None else dtype
+    if dtype is None:
+        if marker.dtype not in FLOATING:
+            raise ValueError(f"{marker.path}: tensor {marker.name!r} holds integers; allowed: a floating dtype")
+        dtype = marker.dtype
     options: dict[str, Any] = {"select_layer": select_layer, "final_norm": final_norm, "dtype": dtype}
     tower = undrawn(lambda: family.build(config, device="meta", **options))
     tower.unused_tensors = read_slots(family.slots(tower), tensors, root, path)
@@ -62,6 +65,8 @@ def vision_source(directory: Path) -> tuple[VisionFamily, ConfigSource]:
     file = directory / "config.json"
     values = read_object(file)
     inner = values.get("vision_config")
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"{file}: vision_config is {inner!r:.80}; allowed: an object")
     outer_type = values.get("model_type")
     own: Mapping[str, Any] = inner if isinstance(inner, Mapping) else values
     source = ConfigSource(own, f"{file}: vision_config" if own is inner else str(file))
@@ -74,7 +79,7 @@ def vision_source(directory: Path) -> tuple[VisionFamily, ConfigSource]:
 
 
 def _marker(family: VisionFamily, config: ConfigSource) -> str:
-    return family.names(family.vision_config(config)).marker
+    return family.names(family.read(config)).marker
 
 
 def find_root(family: VisionFamily, config: ConfigSource, tensors: SafetensorsSource, path: Path) -> str:

@@ -28,7 +28,7 @@ from atb_modules.attention.cache.refusal import check_batch, check_heads, undone
 from atb_modules.attention.functional import cache_append, paged_attention
 from atb_modules.multimodal.attention.config import TextStart
 from atb_modules.multimodal.attention.spec import MultiModalLayout
-from atb_modules.multimodal.attention.strategies import MultiModalCall, sample_of, unpacked, vision_part
+from atb_modules.multimodal.attention.strategies import MultiModalCall, sample_of, unpacked, vision_rows
 from atb_modules.multimodal.attention.tokens import RotaryTables, Tokens
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _attend_step(
         vision_qkv = module.project(vision, vision_at if positions[0] is None else positions[0], tables[0])
         rows = unpacked(vision_qkv), unpacked(text_qkv)
         call = MultiModalCall(*rows, module.spec, layout, 0.0, False, module.attention_strategy)
-        vision_out = vision_part(call)[0][0].transpose(0, 1)
+        vision_out = vision_rows(call)[0].transpose(0, 1)
         if places is not None:
             cache_append(*vision_qkv[1:], *pages, slots[places[0]], **append)
             slots = slots[places[1]]

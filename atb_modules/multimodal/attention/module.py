@@ -232,6 +232,11 @@ class MultiModalAttention(nn.Module):
         if embedding is not None and tables is None:
             assert positions is not None
             tables = embedding(positions)
+        elif embedding is not None and tables is not None and 2 * tables[0].shape[-1] > self.head_dim:
+            raise ValueError(
+                f"{tokens.name}_tables has {tables[0].shape[-1]} angles; head_dim {self.head_dim} allows "
+                f"{self.head_dim // 2}"
+            )
         return self.projections_of(tokens.name)(tokens.states, None if embedding is None else embedding.config, tables)
 
     def _positions(

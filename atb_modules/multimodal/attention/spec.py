@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from atb_modules.checks import check_bool, check_device, check_int, check_tensor
+from atb_modules.checks import LARGEST_COUNT, check_bool, check_device, check_int, check_tensor
 from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import parse_enum
 
@@ -130,14 +130,13 @@ class MultiModalLayout:
             ValueError: not as many of all, or the images of a sample do not add up to its vision tokens.
         """
         check_device(device)
-        for name, lengths in (("vision_lengths", vision_lengths), ("text_lengths", text_lengths)):
-            for index, length in enumerate(lengths):
-                check_int(f"{name}[{index}]", length, least=0)
+        vision_lengths = checked_lengths("vision_lengths", vision_lengths)
+        text_lengths = checked_lengths("text_lengths", text_lengths)
         if len(vision_lengths) != len(text_lengths):
             raise ValueError(f"vision_lengths has {len(vision_lengths)} rows and text_lengths {len(text_lengths)}")
         starts = None
         if image_lengths is not None:
-            check_image_lengths(image_lengths, vision_lengths)
+            image_lengths = checked_image_lengths(image_lengths, vision_lengths)
             if any(sum(length > 0 for length in images) > 1 for images in image_lengths):
                 starts = _starts(list(itertools.chain.from_iterable(image_lengths)), device)
         return cls(_starts(vision_lengths, device), _starts(text_lengths, device), starts)
@@ -170,15 +169,42 @@ def check_starts(name: str, starts: Tensor, total: int) -> None:
         raise ValueError(f"{name} is {values}; allowed: 0, rising, up to {total} tokens")
 
 
-def check_image_lengths(image_lengths: Sequence[Sequence[int]], vision_lengths: Sequence[int]) -> None:
-    """Raises unless every row's images add up to its vision tokens."""
+def readable(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, whose numbers decide about shapes; ValueError where it has none to read."""
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {tensor.layout} on {tensor.device}; allowed: a dense tensor with data")
+    return tensor
+
+
+def checked_lengths(name: str, lengths: Sequence[int] | Tensor, most: int = LARGEST_COUNT) -> list[int]:
+    """Lengths of at most ``most`` as ints; TypeError or ValueError where they are none."""
+    values: object = lengths
+    if isinstance(lengths, Tensor):
+        values = readable(name, lengths).tolist()
+    elif isinstance(lengths, Sequence) and not isinstance(lengths, (str, bytes)):
+        values = list(lengths)
+    if not isinstance(values, list):
+        raise TypeError(f"{name} is {lengths!r:.80} ({type(lengths).__name__}); allowed: a list or tensor of ints")
+    for index, value in enumerate(values):
+        check_int(f"{name}[{index}]", value, least=0, most=most)
+    return values
+
+
+def checked_image_lengths(image_lengths: Sequence[Sequence[int]], vision_lengths: Sequence[int]) -> list[list[int]]:
+    """Each row's images, which add up to its vision tokens, as ints."""
+    if isinstance(image_lengths, Tensor):
+        image_lengths = readable("image_lengths", image_lengths).tolist()
+    if not isinstance(image_lengths, Sequence) or isinstance(image_lengths, (str, bytes)):
+        raise TypeError(
+            f"image_lengths is {image_lengths!r:.80} ({type(image_lengths).__name__}); allowed: a list of ints a row"
+        )
     if len(image_lengths) != len(vision_lengths):
         raise ValueError(f"image_lengths has {len(image_lengths)} rows and vision_lengths {len(vision_lengths)}")
-    for row, (lengths, total) in enumerate(zip(image_lengths, vision_lengths, strict=True)):
-        for index, length in enumerate(lengths):
-            check_int(f"image_lengths[{row}][{index}]", length, least=0)
+    rows = [checked_lengths(f"image_lengths[{row}]", lengths) for row, lengths in enumerate(image_lengths)]
+    for row, (lengths, total) in enumerate(zip(rows, vision_lengths, strict=True)):
         if sum(lengths) != total:
-            raise ValueError(f"image_lengths[{row}] is {list(lengths)}, {sum(lengths)} tokens; row {row} has {total}")
+            raise ValueError(f"image_lengths[{row}] is {lengths}, {sum(lengths)} tokens; row {row} has {total}")
+    return rows
 
 
 def _starts(lengths: Sequence[int], device: torch.device | str | None) -> Tensor:

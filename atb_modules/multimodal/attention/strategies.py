@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from atb_modules.attention.calls import attention_traits
 from atb_modules.attention.functional import attention
 from atb_modules.attention.merge import merge_attention
+from atb_modules.checks import check_int, check_type
 from atb_modules.kernels.cpu.records import attention_pair_cpu
 from atb_modules.kernels.registry import explain_choice, kernels, resolve
 from atb_modules.kernels.traits import AttentionTraits
@@ -110,6 +112,19 @@ def vision_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
         return call.one(*call.vision, call.spec.full, images, call.need_lse)
     across = None if layout is None else Overlays(layout.cu_vision, layout.cu_text)
     return call.pair(call.vision, call.text, call.spec.full, images, across)
+
+
+def vision_rows(call: MultiModalCall) -> Tensor:
+    """Vision's output alone: in parts, or in one call under ``unified_mask`` where no part would return its LSE."""
+    asked = effective_strategy("attention", call.attention_strategy)
+    if not call.spec.vision_sees_text or asked is not AttentionStrategy.SDPA:
+        return vision_part(call)[0]
+    vision_len, text_len = call.vision[0].shape[2], call.text[0].shape[2]
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(call.vision[1:], call.text[1:], strict=True))
+    mask = unified_mask(call.spec, vision_len, text_len, call.layout, keys.device)[:vision_len]
+    options: dict[str, Any] = {"dropout_p": call.dropout_p, "strategy": call.attention_strategy}
+    out, _ = attention(call.vision[0], keys, values, call.spec.full, mask=mask, **options)
+    return out
 
 
 def text_part(call: MultiModalCall) -> tuple[Tensor, Tensor | None]:
@@ -207,6 +222,12 @@ def unified_mask(
 
     ``CrossAttentionMode`` draws it.
     """
+    check_type("spec", spec, MultiModalSpec)
+    check_type("layout", layout, MultiModalLayout, optional=True)
+    check_int("vision_len", vision_len, least=0)
+    check_int("text_len", text_len, least=0)
+    if layout is not None:
+        layout.check(vision_len, text_len)
     total = vision_len + text_len
     mask = torch.zeros(total, total, dtype=torch.bool, device=device)
     mask[:vision_len, :vision_len] = True

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from atb_modules.attention.masking import pack_padded, unpack_padded
 from atb_modules.attention.rope import INTEGERS
-from atb_modules.checks import check_floating, check_int, check_tensor, check_type
-from atb_modules.multimodal.attention.spec import MultiModalLayout
+from atb_modules.checks import check_floating, check_tensor, check_type
+from atb_modules.multimodal.attention.spec import MultiModalLayout, checked_lengths
 
 RotaryTables = tuple[Tensor, Tensor]
 Lengths = Sequence[int] | Tensor
@@ -64,6 +64,8 @@ class Tokens:
                     f"to the tokens {given}"
                 )
         cos, sin = tables
+        if cos.shape != sin.shape:
+            raise ValueError(f"{name} has cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; they must be equal")
         if self.real is None:
             return cos, sin
         return cos.expand(*given, cos.shape[-1])[self.real], sin.expand(*given, sin.shape[-1])[self.real]
@@ -131,6 +133,8 @@ def both_streams(
     vision, text = (nothing if states is None else states for states in (vision, text))
     if vision.device != text.device:
         raise ValueError(f"vision is on {vision.device}; text is on {text.device}, they must be equal")
+    if vision.dtype != text.dtype and not torch.is_autocast_enabled(text.device.type):
+        raise TypeError(f"vision is {vision.dtype}; text is {text.dtype}, they must be equal")
     return vision, text
 
 
@@ -140,11 +144,11 @@ def _mask_of(name: str, states: Tensor, mask: Tensor | None, lengths: Lengths | 
     if mask is not None and lengths is not None:
         raise ValueError(f"{name}_mask and {name}_lengths are given; allowed: one of them")
     if lengths is not None:
-        values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        values = checked_lengths(f"{name}_lengths", lengths, most=tokens)
         if len(values) != batch:
             raise ValueError(f"{name}_lengths has {len(values)} rows; {name} has {batch}")
-        for index, value in enumerate(values):
-            check_int(f"{name}_lengths[{index}]", value, least=0, most=tokens)
+        if states.device.type == "meta":
+            raise ValueError(f"{name}_lengths is given and {name} is on meta; allowed there: neither lengths nor masks")
         mask = torch.arange(tokens, device=states.device) < torch.tensor(values, device=states.device)[:, None]
     elif mask is not None:
         check_tensor(f"{name}_mask", mask)
@@ -153,6 +157,8 @@ def _mask_of(name: str, states: Tensor, mask: Tensor | None, lengths: Lengths | 
                 f"{name}_mask is {mask.dtype} {tuple(mask.shape)}; allowed: bool or integer 0/1 ({batch}, {tokens}), "
                 "1 = real"
             )
+        if mask.device != states.device or mask.device.type == "meta":
+            raise ValueError(f"{name}_mask is on {mask.device}; {name} is on {states.device}, equal and not meta")
         mask = mask != 0
     return None if mask is None or bool(mask.all()) else mask
 

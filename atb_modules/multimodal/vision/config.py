@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atb_modules.checks import check_bool, check_int, check_number, check_type
+from atb_modules.checks import check_bool, check_int, check_number, check_positive, check_type
 from atb_modules.mlp import MLPType
 from atb_modules.norm import NormType
 from atb_modules.strategies import parse_enum
 
+from .image_size import HEIGHT_WIDTH, check_size
 from .positions import PositionConfig
 
 
@@ -81,10 +82,14 @@ class VisionConfig:
             "merge_size",
         ):
             check_int(name, getattr(self, name))
+        check_type("family", self.family, str)
         check_int("num_registers", self.num_registers, least=0)
         check_int("window", self.window, optional=True)
-        for name in ("patch_bias", "qkv_bias", "mlp_bias", "layer_scale", "class_token", "pre_norm", "post_norm"):
+        for name in ("patch_bias", "qkv_bias", "mlp_bias", "layer_scale", "class_token", "pre_norm"):
             check_bool(name, getattr(self, name))
+        for name in ("post_norm", "last_is_normed"):
+            check_bool(name, getattr(self, name))
+        check_positive("norm_eps", self.norm_eps)
         check_type("positions", self.positions, PositionConfig, optional=True)
         object.__setattr__(self, "mlp_type", parse_enum(MLPType, self.mlp_type, "mlp_type"))
         object.__setattr__(self, "norm_type", parse_enum(NormType, self.norm_type, "norm_type"))
@@ -101,19 +106,31 @@ class VisionConfig:
                 f"window is {self.window} pixels; allowed: at least patch_size x merge_size, "
                 f"{self.patch_size * self.merge_size}"
             )
+        object.__setattr__(self, "full_attention_layers", self._checked_layers())
         outside = [layer for layer in self.full_attention_layers if not 0 <= layer < self.num_layers]
         if outside:
             raise ValueError(f"full_attention_layers has {outside}; allowed: 0 to {self.num_layers - 1}")
         if self.last_is_normed and not self.post_norm:
             raise ValueError("last_is_normed is True and post_norm False; allowed: both True, or False")
         if self.image_size is not None:
+            check_size("image_size", self.image_size, HEIGHT_WIDTH)
+            object.__setattr__(self, "image_size", tuple(self.image_size))
             self._check_fixed(self.image_size)
         elif self.class_token or self.num_registers:
             raise ValueError("image_size is None, a packed tower, which has neither class token nor registers")
 
+    def _checked_layers(self) -> tuple[int, ...]:
+        layers = self.full_attention_layers
+        if not isinstance(layers, (tuple, list)):
+            raise TypeError(
+                f"full_attention_layers is {layers!r:.80} ({type(layers).__name__}); allowed: a tuple of ints"
+            )
+        for index, layer in enumerate(layers):
+            check_int(f"full_attention_layers[{index}]", layer, least=0)
+        return tuple(layers)
+
     def _check_fixed(self, image_size: tuple[int, int]) -> None:
-        for side, name in zip(image_size, ("height", "width"), strict=True):
-            check_int(f"image_size' {name}", side)
+        for side, name in zip(image_size, HEIGHT_WIDTH, strict=True):
             if side < self.patch_size:
                 raise ValueError(f"image_size is {image_size}; its {name} is less than patch_size {self.patch_size}")
         if self.temporal_patch_size != 1 or self.window is not None or self.rotary_base is not None:

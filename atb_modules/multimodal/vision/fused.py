@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_int
+from atb_modules.checks import check_floating
 
-from .image_size import Size
+from .image_size import Size, check_size
 from .pooling import resample_tokens
 
 
@@ -30,14 +30,15 @@ class FusedTower(nn.Module):
 
     def __init__(self, towers: Sequence[nn.Module], *, grid: Size | None = None) -> None:
         super().__init__()
+        if not isinstance(towers, (Sequence, nn.ModuleList)) or isinstance(towers, str):
+            raise TypeError(f"towers is {type(towers).__name__}; allowed: a list of towers")
         if not len(towers):
             raise ValueError("towers is empty; allowed: at least one tower")
         for index, tower in enumerate(towers):
             if not isinstance(tower, nn.Module) or not hasattr(tower, "grid_of"):
                 raise TypeError(f"towers[{index}] is {type(tower).__name__}; allowed: a tower for images of one size")
         if grid is not None:
-            for side, name in zip(grid, ("rows", "columns"), strict=True):
-                check_int(f"grid's {name}", side)
+            check_size("grid", grid)
         self.towers: Any = nn.ModuleList(towers)
         self.grid = None if grid is None else (grid[0], grid[1])
         channels: list[Any] = [tower.out_channels for tower in towers]
@@ -58,12 +59,10 @@ class FusedTower(nn.Module):
             (images, rows * columns, out_channels).
 
         Raises:
-            ValueError: another number of tensors than towers, or grids that differ with no ``grid`` to resample to,
-                naming both.
+            ValueError, TypeError: another number of tensors than towers, other numbers of images, or grids that
+                differ with no ``grid`` to resample to, naming both.
         """
-        given = [pixel_values] * len(self.towers) if isinstance(pixel_values, Tensor) else list(pixel_values)
-        if len(given) != len(self.towers):
-            raise ValueError(f"pixel_values has {len(given)} tensors; there are {len(self.towers)} towers")
+        given = self._given(pixel_values)
         grids = [tower.grid_of(pixels) for tower, pixels in zip(self.towers, given, strict=True)]
         target = self.grid if self.grid is not None else grids[0]
         for index, grid in enumerate(grids):
@@ -79,8 +78,26 @@ class FusedTower(nn.Module):
         """(rows, columns) of the tokens."""
         if self.grid is not None:
             return self.grid
-        first = pixel_values if isinstance(pixel_values, Tensor) else pixel_values[0]
-        return self.towers[0].grid_of(first)
+        return self.towers[0].grid_of(self._given(pixel_values)[0])
+
+    def _given(self, pixel_values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """A tensor a tower, of as many images each."""
+        if isinstance(pixel_values, Tensor):
+            return [pixel_values] * len(self.towers)
+        if not isinstance(pixel_values, (list, tuple)):
+            raise TypeError(
+                f"pixel_values is {type(pixel_values).__name__}; allowed: a tensor, or a list of one a tower"
+            )
+        if len(pixel_values) != len(self.towers):
+            raise ValueError(f"pixel_values has {len(pixel_values)} tensors; there are {len(self.towers)} towers")
+        for index, pixels in enumerate(pixel_values):
+            check_floating(f"pixel_values[{index}]", pixels, "a tensor (images, channels, height, width)")
+            if pixels.shape[:1] != pixel_values[0].shape[:1]:
+                raise ValueError(
+                    f"pixel_values[{index}] has shape {tuple(pixels.shape)} and pixel_values[0] "
+                    f"{tuple(pixel_values[0].shape)}; allowed: as many images for each tower"
+                )
+        return list(pixel_values)
 
     def extra_repr(self) -> str:
         return f"grid={self.grid}, out_channels={self.out_channels}"

@@ -8,12 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from atb_modules.checks import check_int
+from atb_modules.checks import check_bool, check_int
 
 Size = tuple[int, int]
+ROWS_COLUMNS = ("rows", "columns")
+HEIGHT_WIDTH = ("height", "width")
 
 #: Qwen refuses images longer than this times their width.
 MAX_ASPECT_RATIO = 200
+
+
+def check_size(name: str, size: object, sides: tuple[str, str] = ROWS_COLUMNS, least: int = 1) -> None:
+    """Raises unless ``size`` is a pair of ints of at least ``least``, called ``sides``."""
+    if not isinstance(size, (tuple, list)):
+        raise TypeError(f"{name} is {size!r:.80} ({type(size).__name__}); allowed: a pair ({', '.join(sides)})")
+    if len(size) != 2:
+        raise ValueError(f"{name} is {size!r:.80}; allowed: a pair ({', '.join(sides)})")
+    for side, what in zip(size, sides, strict=True):
+        check_int(f"{name}'s {what}", side, least=least)
 
 
 def smart_resize(
@@ -141,11 +153,10 @@ def best_pinpoint(height: int, width: int, pinpoints: Sequence[Sequence[int]]) -
     check_int("width", width)
     best: Size | None = None
     shown, wasted = 0, math.inf
+    if not isinstance(pinpoints, (list, tuple)):
+        raise TypeError(f"pinpoints is {pinpoints!r:.80} ({type(pinpoints).__name__}); allowed: a list of pairs")
     for index, pinpoint in enumerate(pinpoints):
-        if len(pinpoint) != 2:
-            raise ValueError(f"pinpoints[{index}] is {pinpoint!r}; allowed: (height, width)")
-        for side in pinpoint:
-            check_int(f"pinpoints[{index}]", side)
+        check_size(f"pinpoints[{index}]", pinpoint, HEIGHT_WIDTH)
         rows, columns = pinpoint
         scale = min(columns / width, rows / height)
         effective = min(int(width * scale) * int(height * scale), width * height)
@@ -177,9 +188,9 @@ def unpadded_grid(grid: Size, image_size: Size) -> tuple[Size, Size]:
     Returns:
         (first row, first column) and (rows, columns) of the part; the padding on both sides is cut by the same number.
     """
+    check_size("grid", grid)
+    check_size("image_size", image_size, HEIGHT_WIDTH)
     (rows, columns), (height, width) = grid, image_size
-    for name, value in (("rows", rows), ("columns", columns), ("height", height), ("width", width)):
-        check_int(name, value)
     # Rounded to 7 places before it is cut: 7.999999999 rows are 8.
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
@@ -202,6 +213,9 @@ def limited_grid(grid: Size, tile_side: int, max_tiles: int | None) -> Size:
     """
     if max_tiles is None:
         return grid
+    # 0 is what is left of an image so long that padding is all there is
+    check_size("grid", grid, least=0)
+    check_int("tile_side", tile_side)
     check_int("max_tiles", max_tiles)
     ratio = math.sqrt(grid[0] * grid[1] / (max_tiles * tile_side**2))
     return (int(grid[0] // ratio), int(grid[1] // ratio)) if ratio > 1.1 else grid
@@ -229,7 +243,10 @@ def num_anyres_tokens(
     """
     check_int("patch_size", patch_size)
     down, across = tile_grid(height, width, pinpoints, tile_size)
+    check_bool("newline", newline)
     side = tile_size // patch_size
+    if not side:
+        raise ValueError(f"tile_size is {tile_size}; allowed: at least patch_size {patch_size}")
     _, part = unpadded_grid((down * side, across * side), (height, width))
     rows, columns = limited_grid(part, side, max_tiles)
     return side * side + rows * (columns + int(newline))

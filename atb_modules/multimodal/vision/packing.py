@@ -38,29 +38,46 @@ def read_grids(grid_thw: Tensor, patches: int | None = None, merge_size: int = 1
     check_tensor("grid_thw", grid_thw, "an int64 tensor (images, 3)")
     if grid_thw.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"grid_thw is {grid_thw.dtype}; allowed: torch.int64")
+    if grid_thw.device.type == "meta":
+        raise ValueError("grid_thw is on meta; allowed: a tensor with data, it decides about shapes")
     if grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ValueError(f"grid_thw has shape {tuple(grid_thw.shape)}; allowed: (images, 3), frames, rows and columns")
     grids = tuple((t, h, w) for t, h, w in grid_thw.tolist())
-    for index, grid in enumerate(grids):
-        if min(grid) < 1:
-            raise ValueError(f"grid_thw[{index}] is {grid}; allowed: at least 1 frame, row and column")
-        for side, name in zip(grid[1:], ("rows", "columns"), strict=True):
-            if side % merge_size:
-                raise ValueError(f"grid_thw[{index}] has {side} {name}, which merge_size {merge_size} does not divide")
+    _check_grids("grid_thw", grids, merge_size)
     total = sum(t * h * w for t, h, w in grids)
     if patches is not None and total != patches:
         raise ValueError(f"pixel_values has {patches} patches; grid_thw makes {total}")
     return grids
 
 
+def _check_grids(name: str, grids: Sequence[GridTHW], merge_size: int = 1) -> None:
+    """Raises unless each grid is (frames, rows, columns), the last two multiples of ``merge_size``."""
+    check_int("merge_size", merge_size)
+    if not isinstance(grids, (tuple, list)):
+        raise TypeError(f"{name} is {type(grids).__name__}; allowed: a list of (frames, rows, columns)")
+    for index, grid in enumerate(grids):
+        whole = isinstance(grid, (tuple, list)) and len(grid) == 3 and all(type(side) is int for side in grid)
+        if not whole or min(grid) < 1:
+            raise ValueError(f"{name}[{index}] is {grid!r:.80}; allowed: at least 1 frame, row and column")
+        for side, what in zip(grid[1:], ("rows", "columns"), strict=True):
+            if side % merge_size:
+                raise ValueError(f"{name}[{index}] has {side} {what}, which merge_size {merge_size} does not divide")
+
+
 def frame_starts(grids: Sequence[GridTHW], device: torch.device | str | None = None) -> Tensor:
     """int32 (frames + 1,): where each frame of each image begins; frames are what attends to itself."""
+    _check_grids("grids", grids)
     lengths = [h * w for t, h, w in grids for _ in range(t)]
     return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
 
 
 def merge_order(rows: int, columns: int, merge_size: int, device: torch.device | str | None = None) -> Tensor:
     """int64 (rows * columns,): the raster numbers of one frame's patches, in the order in which they are fed."""
+    check_int("merge_size", merge_size)
+    for name, side in (("rows", rows), ("columns", columns)):
+        check_int(name, side)
+        if side % merge_size:
+            raise ValueError(f"{name} is {side}, which merge_size {merge_size} does not divide")
     raster = torch.arange(rows * columns, device=device)
     if merge_size == 1:
         return raster
@@ -70,6 +87,7 @@ def merge_order(rows: int, columns: int, merge_size: int, device: torch.device |
 
 def patch_positions(grids: Sequence[GridTHW], merge_size: int, device: torch.device | str | None = None) -> Tensor:
     """int64 (patches, 2): row and column of every patch within its frame, in the order in which they are fed."""
+    _check_grids("grids", grids, merge_size)
     parts = []
     for t, h, w in grids:
         order = merge_order(h, w, merge_size, device)
@@ -103,6 +121,9 @@ class Windows:
 
 
 def _by_blocks(tokens: Tensor, order: Tensor, block: int) -> Tensor:
+    check_tensor("tokens", tokens, "a tensor (patches, ...)")
+    if not tokens.dim() or tokens.shape[0] != order.numel() * block:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; the windows are of {order.numel() * block} patches")
     return tokens.unflatten(0, (order.numel(), block)).index_select(0, order).flatten(0, 1)
 
 
@@ -116,7 +137,7 @@ def window_partition(
         merge_size: side of a merge block in patches.
         window: side of a window in merge blocks.
     """
-    check_int("merge_size", merge_size)
+    _check_grids("grids", grids, merge_size)
     check_int("window", window)
     numbers, begin = [], 0
     for t, h, w in grids:
@@ -167,6 +188,8 @@ def pack_images(
     ):
         check_int(name, value)
     check_bool("channels_last", channels_last)
+    if not isinstance(images, (Sequence, Tensor)) or isinstance(images, str):
+        raise TypeError(f"images is {type(images).__name__}; allowed: a list of tensors")
     if not len(images):
         raise ValueError("images is empty; allowed: at least one image")
     parts, grids = [], []
@@ -179,6 +202,8 @@ def pack_images(
             raise ValueError(
                 f"images[{index}] has {frames.shape[1]} channels; images[0] has {images[0].shape[-3]}, must be equal"
             )
+        if image.device != images[0].device:
+            raise ValueError(f"images[{index}] is on {image.device}; images[0] is on {images[0].device}, must be equal")
         patches, grid = _frame_patches(frames, index, patch_size, merge_size, temporal_patch_size, channels_last)
         parts.append(patches)
         grids.append(grid)
@@ -187,6 +212,10 @@ def pack_images(
 
 def pad_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """Frames (T, ...) with the last one repeated up to a multiple of ``temporal_patch_size``."""
+    check_tensor("frames", frames, "a tensor (frames, ...)")
+    check_int("temporal_patch_size", temporal_patch_size)
+    if not frames.dim() or not frames.shape[0]:
+        raise ValueError(f"frames has shape {tuple(frames.shape)}; allowed: at least one frame")
     missing = -frames.shape[0] % temporal_patch_size
     return torch.cat((frames, frames[-1:].expand(missing, *frames.shape[1:]))) if missing else frames
 
@@ -233,6 +262,8 @@ def unpad_patches(pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_sh
     for name, tensor in (("pixel_values", pixel_values), ("pixel_attention_mask", pixel_attention_mask)):
         check_tensor(name, tensor)
     check_tensor("spatial_shapes", spatial_shapes)
+    if spatial_shapes.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"spatial_shapes is {spatial_shapes.dtype}; allowed: torch.int64, torch.int32")
     if pixel_values.dim() != 3 or pixel_attention_mask.shape != pixel_values.shape[:2]:
         raise ValueError(
             f"pixel_values has shape {tuple(pixel_values.shape)} and pixel_attention_mask "
@@ -242,6 +273,8 @@ def unpad_patches(pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_sh
         raise ValueError(
             f"spatial_shapes has shape {tuple(spatial_shapes.shape)}; allowed: ({pixel_values.shape[0]}, 2)"
         )
+    if bool((spatial_shapes < 1).any()):
+        raise ValueError(f"spatial_shapes is {spatial_shapes.tolist()}; allowed: at least 1 row and column")
     counts = spatial_shapes.long().prod(-1)
     real = pixel_attention_mask != 0
     expected = torch.arange(pixel_values.shape[1], device=counts.device) < counts.unsqueeze(-1)

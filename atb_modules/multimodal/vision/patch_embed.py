@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from atb_modules.checks import check_floating, check_int
+from atb_modules.checks import check_floating, check_int, check_tensor
 from atb_modules.linear import Linear
 
 
@@ -18,6 +18,10 @@ def cut_patches(images: Tensor, patch_size: int) -> Tensor:
 
     Channels come first inside a patch, as in a convolution's kernel. Pixels past the last whole patch are left out.
     """
+    check_tensor("images", images, "a tensor (B, C, H, W)")
+    check_int("patch_size", patch_size)
+    if images.dim() != 4:
+        raise ValueError(f"images has shape {tuple(images.shape)}; allowed: (B, C, H, W)")
     rows, columns = images.shape[-2] // patch_size, images.shape[-1] // patch_size
     images = images[..., : rows * patch_size, : columns * patch_size]
     cut = images.unflatten(3, (columns, patch_size)).unflatten(2, (rows, patch_size))
@@ -76,6 +80,11 @@ class PatchEmbed(nn.Module):
         if pixel_values.dim() == 4 and self.temporal_patch_size == 1:
             if pixel_values.shape[1] != self.in_channels:
                 raise ValueError(f"pixel_values has {pixel_values.shape[1]} channels; the tower has {self.in_channels}")
+            for side, name in zip(pixel_values.shape[2:], ("high", "wide"), strict=True):
+                if side < self.patch_size:
+                    raise ValueError(
+                        f"pixel_values is {side} pixels {name}; allowed: at least patch_size {self.patch_size}"
+                    )
             pixel_values = cut_patches(pixel_values.to(self.proj.weight.dtype), self.patch_size)
         elif pixel_values.dim() != 2 or pixel_values.shape[1] != self.patch_values:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from atb_modules.checks import check_floating, check_int
 from atb_modules.strategies import parse_enum
 
-from .image_size import Size, limited_grid, tile_grid, unpadded_grid
+from .image_size import HEIGHT_WIDTH, Size, check_size, limited_grid, tile_grid, unpadded_grid
 
 
 class PoolMode(StrEnum):
@@ -27,6 +27,7 @@ class PoolMode(StrEnum):
 def pooled_grid(grid: Size, stride: int, mode: PoolMode | str) -> Size:
     """(rows, columns) that ``pool_tokens`` leaves: rounded up for "bilinear", whole windows alone for the others."""
     mode = parse_enum(PoolMode, mode, "mode")
+    check_size("grid", grid)
     check_int("stride", stride)
     if mode is PoolMode.BILINEAR:
         return math.ceil(grid[0] / stride), math.ceil(grid[1] / stride)
@@ -69,10 +70,12 @@ def resample_tokens(tokens: Tensor, grid: Size, target: Size) -> Tensor:
     The tokens themselves where the grid is the target.
     """
     image = _as_image("tokens", tokens, grid)
+    check_size("target", target)
     if tuple(grid) == tuple(target):
         return tokens
-    resampled = F.interpolate(image.float(), size=target, mode="bilinear", antialias=True).to(tokens.dtype)
-    return resampled.flatten(2).transpose(1, 2)
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    resampled = F.interpolate(image.to(wide), size=tuple(target), mode="bilinear", antialias=True)
+    return resampled.to(tokens.dtype).flatten(2).transpose(1, 2)
 
 
 def join_tiles(
@@ -102,6 +105,7 @@ def join_tiles(
         ValueError, TypeError: another number of tiles than the size makes, naming both.
     """
     check_floating("features", features, "a tensor (1 + tiles, side * side, channels)")
+    check_size("image_size", image_size, HEIGHT_WIDTH)
     down, across = tile_grid(*image_size, pinpoints, tile_size)
     if features.dim() != 3 or features.shape[0] != 1 + down * across:
         raise ValueError(
@@ -121,6 +125,7 @@ def join_tiles(
         image = F.interpolate(part.permute(2, 0, 1).unsqueeze(0), size=target, mode="bilinear")
         part = image[0].permute(1, 2, 0)
     if newline is not None:
+        check_floating("newline", newline, "a tensor (channels,) or None")
         if tuple(newline.shape) != (features.shape[2],):
             raise ValueError(f"newline has shape {tuple(newline.shape)}; features takes ({features.shape[2]},)")
         part = torch.cat((part, newline.to(part.dtype).expand(part.shape[0], 1, -1)), dim=1)
@@ -130,8 +135,7 @@ def join_tiles(
 def _as_image(name: str, tokens: Tensor, grid: Size) -> Tensor:
     """(images, channels, rows, columns)."""
     check_floating(name, tokens, "a tensor (images, rows * columns, channels)")
-    for side, what in zip(grid, ("rows", "columns"), strict=True):
-        check_int(f"grid's {what}", side)
+    check_size("grid", grid)
     if tokens.dim() != 3 or tokens.shape[1] != grid[0] * grid[1]:
         raise ValueError(
             f"{name} has shape {tuple(tokens.shape)}; grid {tuple(grid)} takes (images, {grid[0] * grid[1]}, channels)"

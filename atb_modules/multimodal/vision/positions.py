@@ -21,8 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atb_modules.checks import check_bool, check_floating, check_int, check_type
+from atb_modules.checks import (
+    check_bool,
+    check_device,
+    check_floating,
+    check_int,
+    check_number,
+    check_parameter_dtype,
+    check_tensor,
+    check_type,
+)
 from atb_modules.strategies import parse_enum
+
+from .image_size import check_size
 
 Grid = tuple[int, int]
 
@@ -69,10 +80,7 @@ class PositionConfig:
     interpolation: Interpolation | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grid, (tuple, list)) or len(self.grid) != 2:
-            raise ValueError(f"grid is {self.grid!r}; allowed: a pair (rows, columns)")
-        for side, name in zip(self.grid, ("rows", "columns"), strict=True):
-            check_int(f"grid's {name}", side)
+        check_size("grid", self.grid)
         object.__setattr__(self, "grid", tuple(self.grid))
         check_type("interpolation", self.interpolation, Interpolation, optional=True)
 
@@ -91,10 +99,11 @@ def interpolate_positions(table: Tensor, grid: Grid, target: Grid, interpolation
         the target is its own grid.
     """
     check_floating("table", table, "a tensor (rows * columns, channels)")
+    check_size("grid", grid)
+    check_size("target", target)
+    check_type("interpolation", interpolation, Interpolation)
     if table.dim() != 2 or table.shape[0] != grid[0] * grid[1]:
         raise ValueError(f"table has shape {tuple(table.shape)}; grid {grid} takes ({grid[0] * grid[1]}, channels)")
-    for side, name in zip(target, ("rows", "columns"), strict=True):
-        check_int(f"target's {name}", side)
     if tuple(target) == tuple(grid):
         return table
     image = table.to(torch.promote_types(table.dtype, torch.float32)).unflatten(0, grid).permute(2, 0, 1)
@@ -128,6 +137,8 @@ class LearnedPositions(nn.Module):
         check_int("hidden_size", hidden_size)
         check_type("config", config, PositionConfig)
         check_int("num_prefix", num_prefix, least=0)
+        check_device(device)
+        check_parameter_dtype(dtype)
         self.config, self.num_prefix = config, num_prefix
         rows = num_prefix + config.grid[0] * config.grid[1]
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
@@ -143,8 +154,9 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: another grid than the table's, where the configuration names no interpolation.
         """
+        check_size("target", target)
         table = self.weight[self.num_prefix :] if self.num_prefix else self.weight
-        target = (int(target[0]), int(target[1]))
+        target = (target[0], target[1])
         if target == self.config.grid:
             return table
         if self.config.interpolation is None:
@@ -169,7 +181,9 @@ def rotary_tables_2d(positions: Tensor, head_dim: int, base: float = 10000.0) ->
     Returns:
         cos, sin: float32 (tokens, head_dim / 2), rows' angles first.
     """
+    check_tensor("positions", positions, "a tensor of integers (tokens, 2)")
     check_int("head_dim", head_dim)
+    check_number("base", base, "a number greater than 1", lambda base: base > 1)
     if head_dim % 4:
         raise ValueError(f"head_dim is {head_dim}; allowed: a multiple of 4")
     if positions.dim() != 2 or positions.shape[1] != 2:

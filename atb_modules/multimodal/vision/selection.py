@@ -68,6 +68,8 @@ def resolve_selection(
 
 def checked_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Indices of layers, from 0, as hidden states' numbers; raises where one is none of the tower's."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise TypeError(f"layers is {layers!r:.80} ({type(layers).__name__}); allowed: a list of ints")
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise TypeError(f"layers is {list(layers)!r}; allowed: ints")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.attention import AttentionConfig, RotaryConfig
-from atb_modules.checks import check_device, check_parameter_dtype, check_tensor, check_type
+from atb_modules.checks import check_device, check_floating, check_parameter_dtype, check_tensor, check_type
 from atb_modules.layer import LayerType, TransformerLayer
 from atb_modules.mlp import MLPConfig
 from atb_modules.norm import NormCastOrder, NormConfig, build_norm
@@ -50,7 +50,10 @@ class VisionTower(nn.Module):
         num_prefix_tokens: tokens before the patches inside the tower; they are not returned.
         patch_size: side of a patch in pixels.
         unused_tensors: names of the checkpoint's tensors that the tower has no place for.
+        fixed_size: whether this kind of tower takes images of a config with an image_size.
     """
+
+    fixed_size = False
 
     def __init__(
         self,
@@ -66,6 +69,9 @@ class VisionTower(nn.Module):
         check_type("config", config, VisionConfig)
         check_device(device)
         check_parameter_dtype(dtype)
+        if (config.image_size is not None) is not self.fixed_size:
+            takes = "an image_size" if self.fixed_size else "None, a packed tower's"
+            raise ValueError(f"config.image_size is {config.image_size}; {type(self).__name__} allows {takes}")
         self.config = config
         self.selection = resolve_selection(
             select_layer, final_norm, config.num_layers, config.post_norm, config.last_is_normed
@@ -141,6 +147,8 @@ class VisionTower(nn.Module):
 class ImageTower(VisionTower):
     """A tower for images of one size, or of any size that its positions are resampled to."""
 
+    fixed_size = True
+
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Tokens of the patches.
 
@@ -160,7 +168,6 @@ class ImageTower(VisionTower):
         return self._forward(pixel_values, checked_layers(layers, len(self.layers)))
 
     def _forward(self, pixel_values: Tensor, extra: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        check_tensor("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
         grid = self.grid_of(pixel_values)
         prefix = self.num_prefix_tokens
         with recording(self, pixel_values):
@@ -173,6 +180,10 @@ class ImageTower(VisionTower):
     def grid_of(self, pixel_values: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patches of images (images, channels, height, width); raises where there is none."""
         config = self.config
+        check_floating("pixel_values", pixel_values, "a tensor (images, channels, height, width)")
+        # weights on meta may be ones that hooks bring in layer by layer
+        if self.device.type != "meta" and pixel_values.device != self.device:
+            raise ValueError(f"pixel_values is on {pixel_values.device}; the tower is on {self.device}")
         if pixel_values.dim() != 4:
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: (images, {config.in_channels}, height, "
@@ -243,8 +254,8 @@ class PackedTower(VisionTower):
         with recording(self, pixel_values):
             x = self.patch_embed(pixel_values)
             if not x.shape[0]:
-                empty = x.new_zeros(0, self.out_channels)
-                return empty, tuple(x for _ in extra)
+                # of x, so that a batch without images still has a gradient to give
+                return x.repeat(1, len(self.selection.states)), tuple(x for _ in extra)
             x = x if self.positions is None else x + self._positions(grids, self.positions)
             x = x if self.pre_norm is None else self.pre_norm(x)
             run, windows = self._layer_runner(grids, x.device)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from atb_modules.convert.source import ConfigSource
 from atb_modules.convert.vision import VISION_FAMILIES, load_vision_tower, vision_family_of
@@ -70,3 +74,40 @@ def test_arguments_that_are_none(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds a list; allowed: an object"):
         load_vision_tower(tmp_path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A SigLIP of one layer: its directory, its configuration and its tensors."""
+    values = {**SMALL, "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
+    family = VISION_FAMILIES["siglip"]
+    tower = family.build(ConfigSource(values, "config.json"))
+    tensors = {name: slot.contiguous() for name, slot in family.slots(tower).items()}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, values, tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 15}, "num_heads is 2; it must divide hidden_size 15"),
+        ({"patch_size": 16}, r"image_size is \(8, 8\); allowed: at least patch_size 16"),
+        ({"vision_config": 3}, "vision_config is 3; allowed: an object"),
+        ({"vision_config": []}, r"vision_config is \[\]; allowed: an object"),
+    ],
+)
+def test_a_wrong_configuration_is_named_with_its_file(checkpoint, change, message):
+    directory, values, _ = checkpoint
+    load_vision_tower(directory)
+    (directory / "config.json").write_text(json.dumps({**values, **change}))
+    with pytest.raises(ValueError, match=f"{re.escape(str(directory))}.config.json: {message}"):
+        load_vision_tower(directory)
+
+
+def test_a_patch_kernel_of_integers_is_named_with_its_file(checkpoint):
+    directory, _, tensors = checkpoint
+    name = "embeddings.patch_embedding.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors: .*'embeddings.patch_embedding.weight' .* integers"):
+        load_vision_tower(directory)

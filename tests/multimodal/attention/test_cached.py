@@ -58,6 +58,21 @@ def test_steps_equal_one_call(mode, ragged, start):
     assert not [name for name, _ in module.named_buffers()]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["flash", "sdpa", "eager", "reference"])
+def test_every_attention_type_serves_a_cache(mode, kind):
+    generator = fresh_generator()
+    module = build(cross_attention_mode=mode, attention_type=kind)
+    vision, text = torch.randn(2, 6, 24, generator=generator), torch.randn(2, 5, 24, generator=generator)
+    images, cache = [[2, 4], [6]], make_cache()
+    first = module(vision, text[:, :3], image_lengths=images, kv_cache=cache)
+    second = module(None, text[:, 3:], kv_cache=cache)[1]
+    alone = build(cross_attention_mode=mode)
+    want = alone(vision, text[:, :3], image_lengths=images)[0], alone(vision, text, image_lengths=images)[1]
+    for got, right in zip((first[0], torch.cat([first[1], second], 1)), want, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-5, rtol=2e-5)
+
+
 def test_rows_of_a_cache_can_be_forked_reordered_and_cropped():
     generator = fresh_generator()
     module = build()
@@ -167,7 +182,7 @@ def test_a_refused_call_leaves_the_positions(mode, start):
     cache = make_cache()
     module(vision, text[:, :4], kv_cache=cache)
     before = cache.lengths, cache.next_positions
-    with pytest.raises(ValueError, match="cos has 5 angles"):
+    with pytest.raises(ValueError, match="text_tables has 5 angles"):
         tables = torch.ones(5, 5), torch.ones(5, 5)
         module(vision, text[:, 4:], kv_cache=cache, text_tables=tables)
     assert (cache.lengths, cache.next_positions) == before
