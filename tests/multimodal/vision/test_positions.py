@@ -75,7 +75,8 @@ def test_qwen3_vl_gathers_the_same_with_gradients(target):
     factor = torch.randn(ours.shape, generator=fresh_generator())
     (mine,) = torch.autograd.grad((ours * factor).sum(), table, retain_graph=True)
     (its,) = torch.autograd.grad((theirs * factor).sum(), table)
-    torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+    # sums of up to 600 float32 terms each: against float64 both are off by up to 5e-5
+    torch.testing.assert_close(mine, its, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("target", TARGETS)
