@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -33,7 +33,7 @@ class ImageAttention(StrEnum):
     BIDIRECTIONAL = "bidirectional"
 
 
-class VisionLanguageModel(nn.Module):
+class VisionLanguageModel(nn.Module, ABC):
     """A vision tower, a projector and a ``DecoderModel``; subclasses say how they are joined.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,16 +50,16 @@ class Tiles(VisualBatch):
         return Tiles(tiles, [self.visuals[item] for item in items], [self.counts[item] for item in items], sizes)
 
 
-class Tiling(nn.Module):
+class Tiling(nn.Module, ABC):
     """Base: ``cut`` pixels into tiles, ``join`` the tokens of the tiles."""
 
+    @abstractmethod
     def cut(self, pixel_values: Tensor | None, image_sizes: ImageSizes | None) -> Tiles:
         """The tiles of each image, with the number of tokens that it will have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, tokens: Tensor, batch: Tiles) -> Tensor:
         """(total, hidden): the tokens (tiles, patches, hidden) of a batch, image after image."""
-        raise NotImplementedError
 
 
 class WholeImage(Tiling):

@@ -130,10 +130,13 @@ class StepBuilder:
         )
 
     def _shifted(self, positions: Tensor, past: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
-        ahead: list[int] = []
+        ahead = np.zeros(sum(lengths), dtype=np.int64)
+        first = 0
         for row, begin, count in zip(self._book.rows, past, lengths, strict=True):
-            ahead += [row.shift_at(token) for token in range(begin, begin + count)]
-        return positions + torch.tensor(ahead, dtype=torch.int64)
+            for token, shift in row.shifts:
+                ahead[first + min(max(token - begin, 0), count) : first + count] = shift
+            first += count
+        return positions + torch.from_numpy(ahead)
 
     def _one_token_each(self, past: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
         size = self._book.page_size
