@@ -3,12 +3,13 @@
 from atb_modules.testing.memory import peak_memory, poisoned_memory
 from atb_modules.testing.parity import Comparison, assert_parity, compare
 from atb_modules.testing.plain import plain_attention, plain_paged_attention, summation_orders
-from atb_modules.testing.quantized import quantization_bound
+from atb_modules.testing.quantized import code_products_bound, quantization_bound
 from atb_modules.testing.seeds import fresh_generator
 
 __all__ = [
     "Comparison",
     "assert_parity",
+    "code_products_bound",
     "compare",
     "fresh_generator",
     "peak_memory",

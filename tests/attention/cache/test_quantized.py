@@ -162,7 +162,12 @@ def test_paged_attention(strategy, dtype, data):
         pages = [pages.dequantized() for pages in cache.pages(0)]
         return plain_paged_attention(q, *pages, *where, **extras, order=order)
 
-    assert_parity(out, golden, summation_orders(plain), reduction=80, softcap=spec.softcap is not None)
+    if strategy == "cpu" and dtype == torch.float32 and q.numel():
+        most = [float(pages.abs().max()) for pages in dequantized]
+        assert_parity(out, golden, reduction=80)
+        assert ((out - golden).abs() <= code_products_bound(q, *most, spec.scale_for(dim))[..., None] + 1e-5).all()
+    else:
+        assert_parity(out, golden, summation_orders(plain), reduction=80, softcap=spec.softcap is not None)
     if dtype != torch.float32 or not q.numel():
         return
     steps = [pages.scales.amax() for pages in cache.pages(0)]
