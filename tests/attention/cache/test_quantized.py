@@ -17,6 +17,7 @@ from atb_modules.kernels.registry import kernels
 from atb_modules.ops import cache_append, paged_attention, rotary_append
 from atb_modules.testing import (
     assert_parity,
+    code_products_bound,
     fresh_generator,
     plain_paged_attention,
     poisoned_memory,
