@@ -80,14 +80,14 @@ class Call:
         self.seconds = {strategy: float(numpy.quantile(values, 0.25)) for strategy, values in times.items()}
 
 
-def calls(seed: int, count: int) -> Iterator[Call]:
-    """Random calls of every op, most of them of attention."""
+def calls(seed: int, count: int, part: str = "all") -> Iterator[Call]:
+    """Random calls of every op, most of them of attention, or of "attention" or the "rows" ops alone."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     for index in range(count):
         dtype = DTYPES[index % 3]
         grad = draw.random() < 0.35
-        make = _attention if index % 5 < 3 else _row_ops
+        make = _attention if part == "attention" or (part == "all" and index % 5 < 3) else _row_ops
         call = make(draw, dtype, grad)
         if len(call.strategies) > 1:
             yield call
@@ -220,10 +220,10 @@ def _non_negative(table: numpy.ndarray, wanted: numpy.ndarray) -> numpy.ndarray:
     return best
 
 
-def fit(count: int, seed: int, budget: float) -> None:
+def fit(count: int, seed: int, budget: float, part: str) -> None:
     """Writes the rates of every kernel that was timed often enough, and prints how far they are off."""
     samples: dict[str, list[Sample]] = defaultdict(list)
-    for call in calls(seed, count):
+    for call in calls(seed, count, part):
         call.measure(budget)
         for strategy in call.seconds:
             name, one = sample(call, strategy)
@@ -271,8 +271,9 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=0, help="how many calls are drawn")
     parser.add_argument("--seed", type=int, default=None, help="of the calls; the two actions have different ones")
     parser.add_argument("--budget", type=float, default=0.05, help="seconds a call and strategy")
+    parser.add_argument("--part", choices=("all", "attention", "rows"), default="all", help="what is fitted")
     arguments = parser.parse_args()
     if arguments.action == "fit":
-        fit(arguments.calls or 900, 1 if arguments.seed is None else arguments.seed, arguments.budget)
+        fit(arguments.calls or 900, 1 if arguments.seed is None else arguments.seed, arguments.budget, arguments.part)
     else:
         check(arguments.calls or 300, 2 if arguments.seed is None else arguments.seed, arguments.budget)

@@ -81,9 +81,12 @@ _GENERAL = {
 
 
 def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
-    """The name of the rates of a kernel's such calls, in the files: by dtype and kind."""
-    kind = _kind(op, spec, traits)
-    return f"{op}/{strategy}/{str(traits.dtype).removeprefix('torch.')}" + f"/{kind}" * bool(kind)
+    """The name of the rates of a kernel's such calls, in the files: by dtype, kind and variant."""
+    return _name(op, strategy, traits, _kind(op, spec, traits), _variant(op, traits))
+
+
+def _name(op: str, strategy: str, traits: Any, *words: str) -> str:
+    return "/".join((op, strategy, str(traits.dtype).removeprefix("torch."), *filter(None, words)))
 
 
 def rates_file() -> Path:
@@ -112,6 +115,13 @@ def _kind(op: str, spec: Any, traits: Any) -> str:
     return structure + " grad" * traits.requires_grad
 
 
+def _variant(op: str, traits: Any) -> str:
+    """Which of several computations a row op is asked for, where one kernel is good at some of them."""
+    if op == "gated_activation":
+        return str(traits.kind)
+    return "interleaved" if op == "rotary" and traits.interleaved else ""
+
+
 def _fitted() -> dict[str, Rates]:
     """The rates by :func:`key`; what was not measured on this kind of processor is taken from the others."""
     table = {}
@@ -125,5 +135,6 @@ _FITTED = _fitted()
 
 def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
-    rates = _FITTED.get(key(op, strategy, spec, traits)) or _GENERAL[strategy]
+    rates = _FITTED.get(key(op, strategy, spec, traits))
+    rates = rates or _FITTED.get(_name(op, strategy, traits, _kind(op, spec, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)
