@@ -9,6 +9,16 @@ It is installed with the package, so that users can check their own NPU code wit
 """
 
 from atb_modules.testing.npu.boot import Booted, boot, booted
+from atb_modules.testing.npu.dispatch import EmulatedNPU
 from atb_modules.testing.npu.errors import BootError, HostSyncError, NoReferenceError, OperatorError
 
-__all__ = ["BootError", "Booted", "HostSyncError", "NoReferenceError", "OperatorError", "boot", "booted"]
+__all__ = [
+    "BootError",
+    "Booted",
+    "EmulatedNPU",
+    "HostSyncError",
+    "NoReferenceError",
+    "OperatorError",
+    "boot",
+    "booted",
+]

@@ -6,7 +6,9 @@ can run. ``EmulatedNPU`` computes in their place. All that is shown so is *emula
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 
 from atb_modules.kernels.ascend.socs import Soc, find_soc
 from atb_modules.testing.npu.errors import BootError
+from atb_modules.testing.npu.printing import print_from_memory
 from atb_modules.testing.npu.stubs import ALLOCATOR_KEYS, OPERATORS, RUNTIME, build_stubs
 from atb_modules.testing.npu.wheel import CANN, find_wheel, wheel_version
 
@@ -129,8 +132,10 @@ def _import_torch_npu(directory: Path) -> ModuleType:
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # host code runs on the calling thread
     sys.path.append(str(directory))
     try:
-        import torch_npu
+        with contextlib.redirect_stdout(io.StringIO()):  # it misses ASCEND_HOME_PATH, which is the point
+            import torch_npu
     except Exception as error:
         sys.path.remove(str(directory))
         raise BootError(f"torch_npu in {directory} does not import on the stubs: {error}") from error
+    print_from_memory()
     return torch_npu

@@ -12,7 +12,7 @@ class OperatorError(RuntimeError):
 
 
 class NoReferenceError(NotImplementedError):
-    """An operator was called for which no reference is written, or with an argument that its reference does not know."""
+    """An operator without a written reference was called, or one with an argument that its reference does not know."""
 
 
 class HostSyncError(RuntimeError):

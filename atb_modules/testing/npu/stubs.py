@@ -1,8 +1,8 @@
 """Builds the libraries that stand in for CANN: one library with all answers, and a name for each part of CANN.
 
-``native/runtime.cpp`` answers what torch_npu needs to load and to keep its books; every other symbol that the wheel needs
-becomes a function that fails and names itself. ``libopapi.so`` holds an entry for each operator. The result is kept in
-the build cache; the sources, the wheel and the compiler are its key.
+``native/runtime.cpp`` answers what torch_npu needs to load and to keep its books; every other symbol that the wheel
+needs becomes a function that fails and names itself. ``libopapi.so`` holds an entry for each operator. The result is
+kept in the build cache; the sources, the wheel and the compiler are its key.
 """
 
 from __future__ import annotations
