@@ -10,15 +10,22 @@ It is installed with the package, so that users can check their own NPU code wit
 
 from atb_modules.testing.npu.boot import Booted, boot, booted
 from atb_modules.testing.npu.dispatch import EmulatedNPU
+from atb_modules.testing.npu.dry_run import DryCall, DryResult, Launch, TensorSpec, dry_run, dry_run_on
 from atb_modules.testing.npu.errors import BootError, HostSyncError, NoReferenceError, OperatorError
 
 __all__ = [
     "BootError",
+    "DryCall",
+    "DryResult",
     "Booted",
     "EmulatedNPU",
     "HostSyncError",
+    "Launch",
     "NoReferenceError",
     "OperatorError",
+    "TensorSpec",
     "boot",
     "booted",
+    "dry_run",
+    "dry_run_on",
 ]

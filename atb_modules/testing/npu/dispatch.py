@@ -101,7 +101,7 @@ class EmulatedNPU(TorchDispatchMode):
             with calling(name, self.soc):
                 result = call_reference(reference, func._schema, bind(func._schema, *host))
             if self.check_meta and not name.startswith("aten::"):
-                check_against_meta(func, name, *given, result)
+                check_against_meta(func, name, given[0], given[1], result)
             return result
         args, kwargs = host
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -18,8 +18,8 @@ def random_generator(generator: torch.Generator | None, device: torch.device) ->
     """The generator that a random operator on ``device`` draws from."""
     if generator is not None:
         return generator
-    index = device.index if device.index is not None else torch.npu.current_device()  # type: ignore[attr-defined]
-    return torch.npu.default_generators[index]  # type: ignore[attr-defined]
+    module = torch.get_device_module("npu")
+    return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class Inputs:
             require(not bool(self.mask.bool().all(-1).any()), "atten_mask of TND must not mask a whole row")
             return
         batch = self.query.shape[1 if self.layout == "SBH" else 0]
-        allowed = [(batch, self.head_num, rows, columns), (batch, 1, rows, columns)]
+        allowed: list[tuple[int, ...]] = [(batch, self.head_num, rows, columns), (batch, 1, rows, columns)]
         if self.mode != 5:
             allowed += [(1, 1, rows, columns), (rows, columns)]
         require(shape in allowed, f"atten_mask has shape {shape}; supported: {', '.join(map(str, allowed))}")
