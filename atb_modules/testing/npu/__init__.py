@@ -10,8 +10,8 @@ It is installed with the package, so that users can check their own NPU code wit
 
 from atb_modules.testing.npu.boot import Booted, boot, booted
 from atb_modules.testing.npu.dispatch import EmulatedNPU
-from atb_modules.testing.npu.dry_run import DryCall, DryResult, Launch, TensorSpec, dry_run, dry_run_on
 from atb_modules.testing.npu.errors import BootError, HostSyncError, NoReferenceError, OperatorError
+from atb_modules.testing.npu.host_code import DryCall, DryResult, Launch, TensorSpec, dry_run, dry_run_on
 
 __all__ = [
     "BootError",

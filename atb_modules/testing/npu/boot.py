@@ -20,7 +20,7 @@ import torch
 from atb_modules.kernels.ascend.socs import Soc, find_soc
 from atb_modules.testing.npu.errors import BootError
 from atb_modules.testing.npu.printing import print_from_memory
-from atb_modules.testing.npu.stubs import ALLOCATOR_KEYS, OPERATORS, RUNTIME, build_stubs
+from atb_modules.testing.npu.stubs import ALLOCATOR_KEYS, RUNTIME, build_stubs
 from atb_modules.testing.npu.wheel import CANN, find_wheel, wheel_version
 
 #: Keys of the CUDA allocator's configuration, which torch_npu registers too.
@@ -49,7 +49,6 @@ class Booted:
     directory: Path
     stubs: Path
     runtime: ctypes.CDLL
-    operators: ctypes.CDLL
 
     def unanswered(self) -> str:
         """The last function of CANN that was called and has no answer; empty if none was."""
@@ -93,11 +92,9 @@ def boot(soc: str = "ascend910b1", devices: int = 1, torch_npu_dir: str | Path |
     _refuse_unfit_process()
     directory = find_wheel(torch_npu_dir)
     stubs = build_stubs(directory, Path(torch.__file__).parent / "lib")
-    runtime, operators = _load(stubs)
+    runtime = _load(stubs)
     runtime.emulated_npu_configure(chip.version.encode(), devices, ctypes.c_size_t(chip.hbm))
-    _BOOTED = Booted(
-        _import_torch_npu(directory), chip, devices, wheel_version(directory), directory, stubs, runtime, operators
-    )
+    _BOOTED = Booted(_import_torch_npu(directory), chip, devices, wheel_version(directory), directory, stubs, runtime)
     return _BOOTED
 
 
@@ -112,19 +109,18 @@ def _refuse_unfit_process() -> None:
         )
 
 
-def _load(stubs: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def _load(stubs: Path) -> ctypes.CDLL:
     """Map the stubs: libraries that are mapped satisfy torch_npu's needs by name, with no search path set."""
     runtime = ctypes.CDLL(str(stubs / RUNTIME), mode=ctypes.RTLD_GLOBAL)
     runtime.emulated_npu_unanswered.restype = ctypes.c_char_p
+    runtime.emulated_operators_lines.restype = ctypes.c_char_p
     runtime.emulated_npu_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_size_t)
     for name in CANN:
         ctypes.CDLL(str(stubs / name), mode=ctypes.RTLD_GLOBAL)
-    operators = ctypes.CDLL(str(stubs / OPERATORS), mode=ctypes.RTLD_GLOBAL)
-    operators.emulated_opapi_lines.restype = ctypes.c_char_p
     if torch.version.cuda or torch.version.hip:
         keys = ctypes.CDLL(str(stubs / ALLOCATOR_KEYS))
         keys.emulated_npu_withdraw_keys((ctypes.c_char_p * len(_CUDA_KEYS))(*_CUDA_KEYS), len(_CUDA_KEYS))
-    return runtime, operators
+    return runtime
 
 
 def _import_torch_npu(directory: Path) -> ModuleType:

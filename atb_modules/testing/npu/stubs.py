@@ -1,13 +1,14 @@
-"""Builds the libraries that stand in for CANN: one library with all answers, and a name for each part of CANN.
+"""Builds the libraries that stand in for CANN: one library with all answers, and an empty one for each part's name.
 
-``native/runtime.cpp`` answers what torch_npu needs to load and to keep its books; every other symbol that the wheel
-needs becomes a function that fails and names itself. ``libopapi.so`` holds an entry for each operator. The result is
-kept in the build cache; the sources, the wheel and the compiler are its key.
+``native/`` answers what torch_npu needs to load and to keep its books, and records operators; every other symbol that
+the wheel needs becomes a function that fails and names itself. The result is kept in the build cache; the sources, the
+wheel and the compiler are its key.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from atb_modules.testing.npu.wheel import CANN, missing_symbols, operator_names,
 
 NATIVE = Path(__file__).parent / "native"
 RUNTIME = "libemulated_npu.so"
-OPERATORS = "libopapi.so"
 ALLOCATOR_KEYS = "liballocator_keys.so"
+#: atb::CreateOperation<atb::infer::PagedAttentionParam>(...), mangled
+_ATB_OPERATION = re.compile(r"_ZN3atb15CreateOperationINS_5infer\d+(\w+?)ParamEEE")
 _FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w")
 
 
@@ -32,48 +34,49 @@ def build_stubs(directory: Path, torch_libraries: Path) -> Path:
         compiler = compiler_version()
     except RuntimeError as error:
         raise BootError(f"{error}; install g++ and binutils") from error
-    sources = [path.read_bytes() for path in sorted(NATIVE.glob("*.cpp"))]
+    sources = [path.read_bytes() for path in sorted(NATIVE.iterdir())]
     stamps = [_stamp(path) for path in [*wheel_libraries(directory), torch_libraries / "libtorch_cpu.so"]]
     parts: list[str | bytes] = [Path(__file__).read_bytes(), *sources, *stamps, compiler]
     return cached_build("npu_stubs", parts, lambda target: _build(target, directory, torch_libraries))
 
 
 def _build(target: Path, directory: Path, torch_libraries: Path) -> None:
-    missing = missing_symbols(directory, torch_libraries)
-    operators = operator_names(directory)
-    operator_source = _operators_source(operators)
-    operator_file = target / "operators.cpp"
-    operator_file.write_text(operator_source)
-    rest = _rest_source(missing, target)
-    rest_file = target / "rest.cpp"
-    rest_file.write_text(rest)
-    _compile(target / RUNTIME, NATIVE / "runtime.cpp", rest_file)
-    beside = ("-L", str(target), f"-l:{RUNTIME}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN")
-    _compile(target / OPERATORS, NATIVE / "opapi.cpp", operator_file, options=beside)
+    answers = [path for path in sorted(NATIVE.glob("*.cpp")) if path.name != "allocator_keys.cpp"]
+    trial = target / "answers.so"
+    _compile(trial, *answers)
+    answered = set(symbols(trial, defined=True))
+    trial.unlink()
+    generated = target / "generated.cpp"
+    missing = [name for name in missing_symbols(directory, torch_libraries) if name not in answered]
+    generated.write_text(_generated(missing, operator_names(directory)))
+    _compile(target / RUNTIME, *answers, generated)
     empty = target / "empty.cpp"
     empty.write_text("")
+    beside = ("-Wl,--no-as-needed", "-L", str(target), f"-l:{RUNTIME}", "-Wl,-rpath,$ORIGIN")
     for name in CANN:
-        _compile(target / name, empty, options=("-Wl,--no-as-needed", *beside))
+        _compile(target / name, empty, options=beside)
     torch = ("-L", str(torch_libraries), "-lc10", f"-Wl,-rpath,{torch_libraries}")
     _compile(target / ALLOCATOR_KEYS, NATIVE / "allocator_keys.cpp", options=torch)
 
 
-def _rest_source(missing: list[str], target: Path) -> str:
-    """A function for each symbol that ``runtime.cpp`` does not answer: it fails and leaves its name."""
-    trial = target / "answers.so"
-    _compile(trial, NATIVE / "runtime.cpp")
-    answered = set(symbols(trial, defined=True))
-    trial.unlink()
-    lines = ['extern "C" {', "long emulated_npu_fail(const char *);"]
-    lines += [f'long {name}() {{ return emulated_npu_fail("{name}"); }}' for name in missing if name not in answered]
-    return "\n".join([*lines, "}", ""])
-
-
-def _operators_source(operators: list[str]) -> str:
-    lines = ['extern "C" {', "int emulated_opapi_note(const char *);"]
+def _generated(missing: list[str], operators: list[str]) -> str:
+    """Source of the functions without a written answer: failures that name themselves, operators that are recorded."""
+    lines = [
+        'extern "C" {',
+        "long emulated_npu_fail(const char *);",
+        "int emulated_operator_note(const char *);",
+        "int emulated_atb_create(const char *, void **);",
+    ]
+    for name in missing:
+        operation = _ATB_OPERATION.match(name)
+        if operation:
+            made = f'emulated_atb_create("atb:{operation.group(1)}", operation)'
+            lines.append(f"int {name}(const void *, void **operation) {{ return {made}; }}")
+        else:
+            lines.append(f'long {name}() {{ return emulated_npu_fail("{name}"); }}')
     for name in operators:
         lines.append(f"int {name}() {{ return 0; }}")
-        lines.append(f'int {name}GetWorkspaceSize() {{ return emulated_opapi_note("{name}"); }}')
+        lines.append(f'int {name}GetWorkspaceSize() {{ return emulated_operator_note("{name}"); }}')
     return "\n".join([*lines, "}", ""])
 
 

@@ -22,7 +22,7 @@ DIRECTORY_VARIABLE = "ATB_TORCH_NPU_DIR"
 INSTALL_COMMAND = "pip install --no-deps --target {directory} torch_npu==2.14.0"
 #: Shared libraries of the wheel that torch_npu's import loads, relative to the package.
 LIBRARIES = ("lib/libtorch_npu.so", "lib/libop_plugin_atb.so", "lib/libnpu_profiler.so", "lib/libtensorpipe.so")
-#: Parts of CANN that these need, by soname.
+#: Parts of CANN that these need, by soname; libopapi is looked up when the first operator runs.
 CANN = (
     "libhccl.so",
     "libascendcl.so",
@@ -31,6 +31,7 @@ CANN = (
     "libgraph.so",
     "libacl_tdt_channel.so",
     "libatb.so",
+    "libopapi.so",
 )
 _SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")
 

@@ -4,15 +4,13 @@
 //
 // Whatever is not answered here is generated beside this file as a function that fails and leaves its name
 // behind.
-#include <cstddef>
-#include <cstdint>
+#include "answers.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include <malloc.h>
-
-#define ANSWER extern "C" __attribute__((visibility("default")))
 
 namespace {
 constexpr int kOk = 0;
@@ -105,9 +103,11 @@ ANSWER int aclrtGetPrimaryCtxState(int device, unsigned *flags, int *active) {
   return kOk;
 }
 ANSWER int aclrtSynchronizeDevice() {
+  emulated_host_waits("aclrtSynchronizeDevice");
   return kOk;
 }
 ANSWER int aclrtSynchronizeDeviceWithTimeout(int) {
+  emulated_host_waits("aclrtSynchronizeDeviceWithTimeout");
   return kOk;
 }
 ANSWER int aclrtGetLastError(int) {
@@ -159,13 +159,14 @@ ANSWER int aclrtFreeHost(void *pointer) {
   std::free(pointer);
   return kOk;
 }
-ANSWER int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int) {
+ANSWER int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int, void *) {
   if (size > room) return kInvalidArgument;
   std::memmove(to, from, size);
   return kOk;
 }
-ANSWER int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int kind, void *) {
-  return aclrtMemcpy(to, room, from, size, kind);
+ANSWER int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int kind) {
+  emulated_host_waits("aclrtMemcpy");
+  return aclrtMemcpyAsync(to, room, from, size, kind, nullptr);
 }
 ANSWER int aclrtMemset(void *to, size_t room, int value, size_t size) {
   if (size > room) return kInvalidArgument;
@@ -191,9 +192,11 @@ ANSWER int aclrtDestroyStreamForce(void *stream) {
   return aclrtDestroyStream(stream);
 }
 ANSWER int aclrtSynchronizeStream(void *) {
+  emulated_host_waits("aclrtSynchronizeStream");
   return kOk;
 }
 ANSWER int aclrtSynchronizeStreamWithTimeout(void *, int) {
+  emulated_host_waits("aclrtSynchronizeStreamWithTimeout");
   return kOk;
 }
 ANSWER int aclrtStreamWaitEvent(void *, void *) {
@@ -230,6 +233,7 @@ ANSWER int aclrtResetEvent(void *, void *) {
   return kOk;
 }
 ANSWER int aclrtSynchronizeEvent(void *) {
+  emulated_host_waits("aclrtSynchronizeEvent");
   return kOk;
 }
 ANSWER int aclrtQueryEventStatus(void *, int *status) {
@@ -275,12 +279,7 @@ ANSWER int aclGetCompileopt(int, char *value, size_t room) {
   return kOk;
 }
 
-// ---- books of the old operator interface, and of the profiler
-ANSWER int aclDestroyDataBuffer(void *) {
-  return kOk;
-}
-ANSWER void aclDestroyTensorDesc(void *) {}
-ANSWER void aclopDestroyAttr(void *) {}
+// ---- books of the profiler
 ANSWER int MsprofRegisterCallback(unsigned, void *) {
   return kOk;
 }

@@ -1,8 +1,8 @@
 """The dry run: which operators torch_npu's own host code would launch for a call, on each SoC.
 
-The C++ host code of torch_npu runs for real: its checks, its allocation of outputs, its choice of an operator, its layout
-conversions. The operators themselves only write down their names and tensors, so outputs are garbage. What it refuses
-here it refuses on a device; what it accepts may still be refused by CANN.
+The C++ host code of torch_npu runs for real: its checks, its allocation of outputs, its choice of an operator, its
+layout conversions. The operators themselves only write down their names and tensors, so outputs are garbage. What it
+refuses here it refuses on a device; what it accepts may still be refused by CANN.
 
     with dry_run() as launches:
         torch_npu.npu_rms_norm(x, weight)
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from atb_modules.testing.npu.boot import boot, booted
+from atb_modules.testing.npu.boot import booted
 from atb_modules.testing.npu.errors import BootError
 
 #: aclDataType of the public interface -> its name here
@@ -36,9 +35,14 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_HOST = "host:"
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One operator that would be launched, with (dtype, shape) of the tensors handed to it, outputs included."""
+    """One operator that would be launched, with (dtype, shape) of the tensors handed to it, outputs included; or a wait
+    of the host for the device, named "host:" and the function of the runtime.
+    """
 
     name: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -80,7 +84,13 @@ class DryResult:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(launch.name for launch in self.launches)
+        """The operators, in order."""
+        return tuple(launch.name for launch in self.launches if not launch.name.startswith(_HOST))
+
+    @property
+    def host_waits(self) -> tuple[str, ...]:
+        """The calls by which the host waited for the device, in order."""
+        return tuple(launch.name.removeprefix(_HOST) for launch in self.launches if launch.name.startswith(_HOST))
 
 
 @contextmanager
@@ -94,12 +104,12 @@ def dry_run() -> Iterator[list[Launch]]:
     if here is None:
         raise BootError("dry_run needs boot() first")
     launches: list[Launch] = []
-    here.operators.emulated_opapi_record(1)
+    here.runtime.emulated_operators_record(1)
     try:
         yield launches
     finally:
-        lines = here.operators.emulated_opapi_lines().decode().splitlines()
-        here.operators.emulated_opapi_record(0)
+        lines = here.runtime.emulated_operators_lines().decode().splitlines()
+        here.runtime.emulated_operators_record(0)
         launches.extend(map(_parse, lines))
 
 
@@ -110,7 +120,7 @@ def dry_run_on(soc: str, calls: Sequence[DryCall], torch_npu_dir: str | Path | N
         BootError: where that process does not boot, with what it said.
     """
     request = pickle.dumps((soc, list(calls), torch_npu_dir))
-    command = [sys.executable, "-m", "atb_modules.testing.npu.dry_run"]
+    command = [sys.executable, "-m", "atb_modules.testing.npu.host_code_process"]
     done = subprocess.run(command, input=request, capture_output=True, env=os.environ)
     if done.returncode or not done.stdout:
         raise BootError(f"the dry run on {soc} failed: {done.stderr.decode(errors='replace')[-2000:]}")
@@ -124,36 +134,6 @@ def _parse(line: str) -> Launch:
         dtype, sizes = tensor.split(":")
         shape = tuple(int(size) for size in sizes.split(",") if size)
         described.append((_DTYPES.get(int(dtype), f"dtype {dtype}"), shape))
+    if name.startswith("aclnn"):
+        described.reverse()  # descriptors are made from the last argument to the first
     return Launch(name, tuple(described))
-
-
-def _perform(call: DryCall) -> DryResult:
-    namespace, _, rest = call.operator.partition("::")
-    name, _, overload = rest.partition(".")
-    operator = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-    args, kwargs = tree_map(
-        lambda value: value.build() if isinstance(value, TensorSpec) else value, (list(call.args), dict(call.kwargs))
-    )
-    try:
-        with dry_run() as launches:
-            operator(*args, **kwargs)
-    except Exception as error:
-        return DryResult(error=str(error) or repr(error))
-    return DryResult(tuple(launches))
-
-
-def _serve() -> None:
-    """The other process: a request on stdin, results on stdout, whatever else is printed on stderr."""
-    results_to = os.dup(1)
-    os.dup2(2, 1)
-    soc, calls, directory = pickle.loads(sys.stdin.buffer.read())
-    boot(soc, torch_npu_dir=directory)
-    results = [_perform(call) for call in calls]
-    with os.fdopen(results_to, "wb") as out:
-        out.write(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    from atb_modules.testing.npu import dry_run as module  # the classes must carry the importable module's name
-
-    module._serve()
