@@ -144,6 +144,8 @@ def fusion_attention_grad(
     term is the sum of dy * attention_in: with the output and the statistics of a *merged* attention, the gradients of
     the part are exact. aclnnFlashAttentionScoreGrad: dpse "is not used yet", so there is none.
     """
+    if keep_prob != 1.0:
+        raise NoReferenceError("npu_fusion_attention_grad: keep_prob below 1 is not emulated")
     require(softmax_max is not None and softmax_sum is not None, "softmax_max and softmax_sum are needed")
     require(attention_in is not None, "attention_in is needed")
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None
@@ -172,6 +174,46 @@ def fusion_attention_grad(
         join_sequences([part[i] for part in parts], input_layout, like) for i, like in enumerate((query, key, value))
     )
     return dq, dk, dv, None, dsink
+
+
+@reference("npu::npu_fusion_attention_grad_v3")
+def fusion_attention_grad_v3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
+    softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = _FAR,
+    next_tockens: int = _FAR,
+    inner_precise: int = 0,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+    softmax_layout: str = "",
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    """``npu_fusion_attention_grad`` with lengths as tensors."""
+    return fusion_attention_grad(
+        query, key, value, dy, head_num, input_layout, pse, padding_mask, atten_mask, softmax_max, softmax_sum,
+        softmax_in, attention_in, scale_value, keep_prob, pre_tockens, next_tockens, inner_precise, 0, 0, 0, prefix,
+        _as_list(actual_seq_qlen), _as_list(actual_seq_kvlen), sparse_mode, gen_mask_parallel, sync, softmax_layout,
+        sink,
+    )  # fmt: skip
 
 
 def _as_list(lengths: Tensor | None) -> list[int] | None:
