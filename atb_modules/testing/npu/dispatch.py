@@ -26,9 +26,12 @@ from atb_modules.testing.npu.randomness import drawing, random_generator
 from atb_modules.testing.npu.references import find_reference
 
 #: Work of the host on a tensor's description or its memory: torch_npu's own code does it.
-_ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided"}
-_BOOKKEEPING = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::lift", "aten::record_stream", "aten::resize_"}
+_ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like"}
+_ALLOCATIONS |= {"aten::new_empty", "aten::new_empty_strided"}
+_BOOKKEEPING = {"aten::detach", "aten::detach_", "aten::alias", "aten::lift_fresh", "aten::lift", "aten::record_stream"}
 _BOOKKEEPING |= {"aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor"}
+#: Composite operators that torch_npu takes apart itself; in inference mode they arrive here whole.
+_TAKEN_APART = {"aten::scaled_dot_product_attention"}
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 _SEARCHES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
@@ -75,8 +78,16 @@ class EmulatedNPU(TorchDispatchMode):
             if self.poison and fresh.is_floating_point() and fresh.numel():
                 alias(fresh).fill_(float("nan"))
             return fresh
-        if name in _BOOKKEEPING or func.is_view:
+        if name in _TAKEN_APART:
+            with self:
+                return func._op_dk(torch._C.DispatchKey.AutogradPrivateUse1, *args, **kwargs)
+        if name in _BOOKKEEPING or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
+        if func.is_view:
+            if not func._can_decompose():
+                return func(*args, **kwargs)
+            with self:  # a view or a copy, as with `to` and `reshape`: its parts tell
+                return func.decompose(*args, **kwargs)
         return self._run(func, name, device, args, kwargs)
 
     def _run(self, func: Any, name: str, device: torch.device, args: Any, kwargs: Any) -> Any:

@@ -208,12 +208,13 @@ def fusion_attention_grad_v3(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
     """``npu_fusion_attention_grad`` with lengths as tensors."""
-    return fusion_attention_grad(
+    dq, dk, dv, dpse, dsink = fusion_attention_grad(
         query, key, value, dy, head_num, input_layout, pse, padding_mask, atten_mask, softmax_max, softmax_sum,
         softmax_in, attention_in, scale_value, keep_prob, pre_tockens, next_tockens, inner_precise, 0, 0, 0, prefix,
         _as_list(actual_seq_qlen), _as_list(actual_seq_kvlen), sparse_mode, gen_mask_parallel, sync, softmax_layout,
         sink,
     )  # fmt: skip
+    return dq, dk, dv, dpse, dsink if sink is not None else dsink.new_zeros(())
 
 
 def _as_list(lengths: Tensor | None) -> list[int] | None:
