@@ -1,0 +1,29 @@
+"""``python -m atb_modules.testing.npu [soc]``: boot the emulated NPU and say what booted."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from atb_modules.kernels.ascend.socs import SOCS
+from atb_modules.testing.npu.boot import boot
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m atb_modules.testing.npu", description=__doc__)
+    parser.add_argument("soc", nargs="?", default="ascend910b1", help=f"one of {', '.join(SOCS)}")
+    parser.add_argument("--devices", type=int, default=1)
+    asked = parser.parse_args()
+    what = boot(asked.soc, asked.devices)
+    schemas = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith(("npu::", "atb::"))]
+    print("emulated: nothing below runs on an NPU")
+    print(f"torch       {torch.__version__}")
+    print(f"torch_npu   {what.version} from {what.directory}")
+    print(f"stubs       {what.stubs}")
+    print(f"SoC         {what.soc.version} ({what.soc.name}), {what.devices} device(s)")
+    print(f"operators   {len(set(schemas))} names, {len(schemas)} schemas in npu:: and atb::")
+
+
+if __name__ == "__main__":
+    main()

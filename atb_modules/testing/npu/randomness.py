@@ -1,0 +1,35 @@
+"""Random operators of the emulated NPU: drawn on the CPU from the state of the NPU's own generator.
+
+The generator's seed and offset stay the only state, so seeding it, and saving and restoring its state, do what they do
+on a device. The numbers are not those that an NPU would draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_STEP = 4  # offsets of a Philox generator come in fours
+
+
+def random_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The generator that a random operator on ``device`` draws from."""
+    if generator is not None:
+        return generator
+    module = torch.get_device_module("npu")
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+@contextmanager
+def drawing(generator: torch.Generator) -> Iterator[None]:
+    """Inside, the CPU's default generator draws what follows the state of ``generator``, which moves on."""
+    before = torch.random.get_rng_state()
+    offset = generator.get_offset()
+    torch.random.manual_seed((generator.initial_seed() * 1_000_003 + offset) % 2**63)
+    try:
+        yield
+    finally:
+        generator.set_offset(offset + _STEP)
+        torch.random.set_rng_state(before)
