@@ -80,6 +80,11 @@ _GENERAL = {
 }
 
 
+#: On an NPU: the peak rates of a 910B1 (the vendor's numbers, not measured), half of them for products, and what a
+#: small kernel takes. The same for every strategy, since all launch kernels of one chip.
+_NPU = Rates(5.5e-15, 7e-13, 1e-5, score=2.8e-12, cell=1.4e-12, step=1e-6)
+
+
 def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
     """The name of the rates of a kernel's such calls, in the files: by dtype, kind and variant."""
     return _name(op, strategy, traits, _kind(op, spec, traits), _variant(op, traits))
@@ -135,6 +140,8 @@ _FITTED = _fitted()
 
 def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
+    if traits.device_type == "npu":
+        return _NPU.seconds(cost)
     rates = _FITTED.get(key(op, strategy, spec, traits))
     rates = rates or _FITTED.get(_name(op, strategy, traits, _kind(op, spec, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)

@@ -54,7 +54,9 @@ def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
     for op in ("cache_append", "paged_attention", "moe", "decode_layer"):
         for kernel in kernels(op):
             cost = costs.Cost(operations=1e6, bytes=1e6)
-            traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
+            where = kernel.device_types[0] if kernel.device_types else "cpu"
+            fields = {"dtype": torch.float64, "requires_grad": False, "device_type": where}
+            traits = type("Traits", (), fields)()
             assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, None, traits, cost) < 1.0
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from atb_modules import AttentionSpec, KVCacheManager, KVQuantization, QuantizedPages, RotaryConfig, TransformerLayer
 from atb_modules.kernels.reference.attention import paged_attention_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.ops import cache_append, paged_attention, rotary_append
 from atb_modules.testing import (
     assert_parity,
@@ -24,9 +23,10 @@ from atb_modules.testing import (
     quantization_bound,
     summation_orders,
 )
+from atb_modules.testing.devices import tested_strategies
 
-APPENDS = [kernel.strategy for kernel in kernels("cache_append")]
-PAGED = [kernel.strategy for kernel in kernels("paged_attention")]
+APPENDS = tested_strategies("cache_append")
+PAGED = tested_strategies("paged_attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
