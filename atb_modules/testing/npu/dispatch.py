@@ -22,6 +22,7 @@ from atb_modules.testing.npu.boot import boot, booted
 from atb_modules.testing.npu.errors import HostSyncError, NoReferenceError
 from atb_modules.testing.npu.meta import check_against_meta
 from atb_modules.testing.npu.oplog import OperatorCall, OperatorLog
+from atb_modules.testing.npu.placement import check_placement
 from atb_modules.testing.npu.randomness import drawing, random_generator
 from atb_modules.testing.npu.references import find_reference
 
@@ -110,6 +111,7 @@ class EmulatedNPU(TorchDispatchMode):
             raise NoReferenceError(f"{name} has no reference in atb_modules.testing.npu.references")
         if reference is not None:
             with calling(name, self.soc):
+                check_placement(name, bind(func._schema, *given))
                 result = call_reference(reference, func._schema, bind(func._schema, *host))
             if self.check_meta and not name.startswith("aten::"):
                 check_against_meta(func, name, given[0], given[1], result)
