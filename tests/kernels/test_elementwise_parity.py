@@ -140,6 +140,10 @@ def test_gated_activation(strategy, kind, dtype):
     for shape in SHAPES:
         fused = 3.0 * randn((*shape[:-1], 2 * shape[-1]), generator, dtype)
         gate, up = fused.split(shape[-1], dim=-1)
+        if (strategy, kind) == ("ascend", "relu2"):  # torch_npu has no such operator
+            with pytest.raises(ValueError, match="no gated operator of kind 'relu2'"):
+                ops.gated_activation(gate, up, kind, strategy=strategy)
+            continue
         check(
             lambda g, u: ops.gated_activation(g, u, kind, strategy=strategy),
             lambda g, u: gated_activation_reference(g, u, kind),

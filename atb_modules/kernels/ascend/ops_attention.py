@@ -46,12 +46,13 @@ def attention_ascend(
     scale = spec.scale_for(q.shape[-1])
     if not gradients and lengths is None and sinks is None and _inference_takes(q, v, structure, empty):
         out, lse = _infer(q, k, v, structure, scale, empty is not None, need_lse)
-    elif sinks is not None:
-        out, lse = _with_sinks(q, k, v, sinks, structure, scale, lengths)
-    elif gradients and need_lse:
-        out, lse = _Differentiable.apply(q, k, v, structure, scale, lengths)
+    elif gradients and (need_lse or sinks is not None):
+        out, lse = _Differentiable.apply(q, k, v, sinks, empty, structure, scale, lengths)
     else:
-        out, top, total = _fusion(q, k, v, structure, scale, lengths)
+        if sinks is None:
+            out, top, total = _fusion(q, k, v, structure, scale, lengths)
+        else:
+            out, top, total = _with_sinks(q, k, v, sinks, structure, scale, lengths)
         lse = _lse_of(top, total, lengths is not None) if need_lse else None
     if empty is not None:
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
@@ -177,8 +178,8 @@ def _with_sinks(
     structure: Structure,
     scale: float,
     lengths: tuple[list[int], list[int]] | None,
-) -> tuple[Tensor, Tensor]:
-    """npu_fusion_attention_v3, which knows a logit a head that takes weight to nowhere."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """npu_fusion_attention_v3, which knows a logit a head that takes weight to nowhere: (out, max, sum)."""
     heads = q.shape[1]
     structure = _biased(structure, q, k.shape[2])
     said, layout = _lengths_and_layout(lengths)
@@ -188,40 +189,50 @@ def _with_sinks(
     out, top, total, *_ = _NPU.npu_fusion_attention_v3(
         q, k, v, heads, layout, scale=scale, sink=sinks.float(), **_options(structure, scale, q.dtype), **said
     )
-    lse = _lse_of(top, total, lengths is not None)
-    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), lse
+    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), top, total
 
 
 class _Differentiable(torch.autograd.Function):
-    """(out, lse), both differentiable. torch_npu's own formula gives the statistics no gradient.
+    """(out, lse), both differentiable, with or without sinks. torch_npu's own formula gives the statistics no gradient.
 
     The operator's backward takes ``delta = sum(dy * out)`` out of each score's gradient. A gradient of the LSE adds to
     it, so it goes in as one more channel: dy has 1 there, ``out`` has minus the LSE's gradient, and values have 0.
+    Sinks are in the statistics already; their own gradient is ``exp(sink - lse) * (dlse - delta)``, summed.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, structure, scale, lengths):
-        out, top, total = _fusion(q, k, v, structure, scale, lengths)
-        ctx.save_for_backward(q, k, v, out, top, total)
-        ctx.call = structure, scale, lengths
+    def forward(ctx, q, k, v, sinks, empty, structure, scale, lengths):
+        if sinks is None:
+            out, top, total = _fusion(q, k, v, structure, scale, lengths)
+        else:
+            out, top, total = _with_sinks(q, k, v, sinks, structure, scale, lengths)
         lse = _lse_of(top, total, lengths is not None)
+        ctx.save_for_backward(q, k, v, out, top, total, lse, sinks, empty)
+        ctx.call = structure, scale, lengths
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, top, total = ctx.saved_tensors
+        q, k, v, out, top, total, lse, sinks, empty = ctx.saved_tensors
         structure, scale, lengths = ctx.call
         channels, value_dim = q.shape[-1], v.shape[-1]
         dout = torch.zeros_like(out) if dout is None else dout
+        dsinks = None
+        if sinks is not None:
+            through = -(dout.float() * out.float()).sum(-1)
+            through = through if dlse is None else through + dlse
+            share = torch.exp(sinks.float().view(1, -1, 1) - lse) * through
+            if empty is not None:  # the caller's: such a row's LSE is the sink itself
+                share = share.masked_fill(empty, 0.0)
+            dsinks = share.sum((0, 2)).to(sinks.dtype)
         if dlse is not None:
             room = _LSE_CHANNELS
             q, k, v = (torch.nn.functional.pad(t, (0, room)) for t in (q, k, v))
-            one, lse_part = torch.zeros_like(q[..., :room]), torch.zeros_like(q[..., :room])
-            one[..., 0] = 1.0
-            lse_part[..., 0] = -torch.where(dlse.isfinite(), dlse, 0.0).to(q.dtype)
-            dout, out = torch.cat([dout, one], -1), torch.cat([out, lse_part], -1)
+            one, lse_part = torch.zeros_like(dout[..., :1]), -dlse.to(q.dtype).unsqueeze(-1)
+            rest = torch.zeros_like(dout[..., :1]).expand(*dout.shape[:-1], room - 1)
+            dout, out = torch.cat([dout, one + 1.0, rest], -1), torch.cat([out, lse_part, rest], -1)
         heads = q.shape[1]
         structure = _biased(structure, q, k.shape[2])
         said, layout = _lengths_and_layout(lengths)
@@ -243,4 +254,4 @@ class _Differentiable(torch.autograd.Function):
         )
         if lengths is not None:
             dq, dk, dv = (t.transpose(0, 1).unsqueeze(0) for t in (dq, dk, dv))
-        return dq[..., :channels], dk[..., :channels], dv[..., :value_dim], None, None, None
+        return dq[..., :channels], dk[..., :channels], dv[..., :value_dim], dsinks, None, None, None, None

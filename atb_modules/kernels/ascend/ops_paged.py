@@ -42,9 +42,29 @@ def paged_attention_ascend(
     queries = [b - a for a, b in itertools.pairwise(starts)]
     if all(count == 1 for count in queries):
         return _decode(q, k_pages, v_pages, block_table, kv_lengths, lengths, spec, need_lse)
+    if max(queries) == 1:
+        return _some_rows(q, k_pages, v_pages, block_table, kv_lengths, queries, spec, need_lse)
     if k_pages.shape[2] % 128 == 0 and not _blocks_behind(spec, queries, lengths, k_pages.shape[2]):
         return _prefill(q, k_pages, v_pages, block_table, queries, lengths, spec, need_lse)
     return _gathered(q, k_pages, v_pages, block_table, starts, lengths, spec, need_lse)
+
+
+def _some_rows(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    kv_lengths: Tensor,
+    queries: list[int],
+    spec: AttentionSpec,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One token of some of the rows, none of the others."""
+    rows = [row for row, count in enumerate(queries) if count]
+    lengths = tuple(host_values(kv_lengths)[row] for row in rows)
+    where = torch.tensor(rows).to(q.device, non_blocking=True)
+    table, kv_lengths = table.index_select(0, where), kv_lengths.index_select(0, where)
+    return _decode(q, k_pages, v_pages, table, kv_lengths, lengths, spec, need_lse)
 
 
 def _blocks_behind(spec: AttentionSpec, queries: list[int], lengths: tuple[int, ...], size: int) -> bool:
@@ -197,6 +217,7 @@ def cache_append_ascend(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, sl
         return
     if not k.shape[0]:
         return
+    k, v = k.to(k_pages.dtype), v.to(v_pages.dtype)
     pages, heads, size, channels = k_pages.shape
     per_head = derived(slots, ("slots of heads", heads, size), lambda: _slots_of_heads(slots, heads, size))
     flat = [t.reshape(-1, 1, channels) for t in (k, v)]

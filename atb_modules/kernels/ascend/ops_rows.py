@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from atb_modules.kernels.ascend.derived import constant, derived
 from atb_modules.kernels.ascend.rules import HALVES
+from atb_modules.kernels.torch.norm import add_layer_norm_torch, add_rms_norm_torch, rms_norm_torch
 
 _NPU = torch.ops.npu
 
@@ -27,7 +28,9 @@ def _recorded(*tensors: Tensor | None) -> bool:
 def rms_norm_ascend(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_first: bool = False
 ) -> Tensor:
-    """npu_rms_norm, or npu_gemma_rms_norm for weights that count from 1."""
+    """npu_rms_norm, or npu_gemma_rms_norm for weights that count from 1. Operators take no empty tensors."""
+    if not x.numel():
+        return rms_norm_torch(x, weight, eps, weight_offset, cast_first)
     rows = x.reshape(-1, x.shape[-1])
     return _rms_norm(rows, weight, eps, weight_offset, cast_first).reshape(x.shape)
 
@@ -80,6 +83,8 @@ def add_rms_norm_ascend(
     cast_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """npu_add_rms_norm, where it computes what is asked for; the sum and ``rms_norm_ascend`` else."""
+    if not x.numel():
+        return add_rms_norm_torch(x, residual, weight, eps, weight_offset, cast_first)
     half = x.dtype in HALVES
     rounded_alike = weight is None or not half or (weight.dtype == x.dtype and not cast_first)
     if weight_offset or not rounded_alike:
@@ -106,6 +111,8 @@ def add_layer_norm_ascend(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """npu_add_layer_norm with its sum as an output."""
+    if not x.numel():
+        return add_layer_norm_torch(x, residual, weight, bias, eps)
     width, device = x.shape[-1], x.device
     dtype = x.dtype if weight is None and bias is None else (weight if weight is not None else bias).dtype  # type: ignore[union-attr]
     if weight is None:
@@ -135,6 +142,8 @@ def _side_by_side(gate: Tensor, up: Tensor) -> Tensor:
 
 def gated_activation_ascend(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """npu_swiglu, or npu_geglu told to activate the left half; SwiGLU does so by itself."""
+    if not gate.numel():
+        return gate * up
     both = _side_by_side(gate, up)
     if kind == "silu":
         return _NPU.npu_swiglu(both, -1)
@@ -146,6 +155,8 @@ def rotary_ascend(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
 
     Half precision is turned in float32: the operator wants angles of x's dtype, which would round them.
     """
+    if not x.numel() or not cos.shape[-1]:
+        return x.clone()
     rotary_dim = 2 * cos.shape[-1]
     mode = "interleave" if interleaved else "half"
     r1 = derived(cos, ("both planes", interleaved), lambda: _both_planes(cos, interleaved))

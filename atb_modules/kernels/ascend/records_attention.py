@@ -37,8 +37,6 @@ def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator
         yield f"{operator} takes up to 256 heads, the call has {traits.num_heads}"
     if traits.need_lse and traits.requires_grad and traits.head_dim > 752:
         yield "the gradient of the LSE takes 16 channels more than the head size, which may be 768 at most"
-    if traits.has_sinks and traits.need_lse and traits.requires_grad:
-        yield "the LSE of a call with sinks has no derivative"
     if (traits.mask == "float" or traits.has_alibi) and traits.dtype.itemsize < 4:
         yield f"{operator} rounds what is added to the scores to the dtype of the queries"
     if traits.segments:

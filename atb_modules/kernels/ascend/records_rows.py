@@ -23,8 +23,6 @@ from atb_modules.strategies import AttentionStrategy, CacheStrategy, MLPStrategy
 def _norm_reasons(operator: str, on_310p: bool = True):
     def reasons(spec: None, traits: NormTraits) -> Iterator[str]:
         yield from chip_and_dtype(traits, operator, FLOATS, on_310p)
-        if not traits.rows or not traits.width:
-            yield f"{operator} takes no empty tensors"
 
     return lambda spec, traits: tuple(reasons(spec, traits))
 
@@ -45,8 +43,6 @@ def _activation_reasons(spec: None, traits: ActivationTraits) -> tuple[str, ...]
         yield from chip_and_dtype(traits, operator, FLOATS, on_310p=traits.kind != "silu")
         if traits.kind not in ("silu", "gelu", "gelu_tanh"):
             yield f"torch_npu has no gated operator of kind {traits.kind!r}"
-        if not traits.rows or not traits.width:
-            yield f"{operator} takes no empty tensors"
 
     return tuple(reasons())
 
@@ -64,8 +60,6 @@ def _rotary_reasons(spec: None, traits: RotaryTraits) -> tuple[str, ...]:
             yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.rotary_dim}"
         if traits.interleaved and traits.num_heads >= 1000:
             yield f"npu_rotary_mul takes fewer than 1000 heads where neighbours turn, the call has {traits.num_heads}"
-        if not traits.tokens:
-            yield "npu_rotary_mul takes no empty tensors"
 
     return tuple(reasons())
 
@@ -80,8 +74,8 @@ def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
     def reasons() -> Iterator[str]:
         operator = "atb::_npu_reshape_and_cache"
         yield from chip_and_dtype(traits, operator, FLOATS, on_310p=False)
-        if traits.page_dtype != traits.dtype:
-            yield f"{operator} converts nothing: not {short(traits.dtype)} to pages of {short(traits.page_dtype)}"
+        if traits.page_dtype not in FLOATS:
+            yield f"{operator} writes no codes, the pages are {short(traits.page_dtype)}"
         if traits.rotary and traits.head_dim >= 896:
             yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.head_dim}"
 
