@@ -109,6 +109,17 @@ def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
     return cached_build(f"ascendc-{source.stem}", parts, build) / "kernel.so"
 
 
+def build_host(source: Path) -> Path:
+    """The shared library of a host source, such as the tilings: plain C++ behind ``extern "C"``."""
+    source = Path(source)
+
+    def build(directory: Path) -> None:
+        _run([COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(directory / "host.so")], source.name)
+
+    parts = [*_read([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
+    return cached_build(f"ascendc-{source.stem}", parts, build) / "host.so"
+
+
 def build_kernels(sources: Iterable[Path], *, include: Sequence[Path] = (), workers: int = 2) -> list[Path]:
     """``build_kernel`` of several sources, ``workers`` at a time."""
     emulation_objects()

@@ -188,7 +188,7 @@ def limits_of(soc: Soc) -> _Limits:
 def launch(
     source: Path | str,
     kernel: str,
-    arguments: Sequence[Argument | ctypes.Structure | ctypes._SimpleCData | None],
+    arguments: Sequence[Argument | ctypes.Structure | ctypes.Array | ctypes._SimpleCData | None],
     *,
     soc: str | Soc = "ascend910b1",
     blocks: int = 1,
@@ -223,7 +223,7 @@ def launch(
             data = bytes(ctypes.c_void_p(tensor.data_ptr() if size else None))
         elif argument is None:
             data = bytes(8)
-        elif isinstance(argument, (ctypes.Structure, ctypes._SimpleCData)):
+        elif isinstance(argument, (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)):
             data = bytes(argument)
         else:
             raise TypeError(

@@ -47,7 +47,7 @@ inline void ReduceWhole(const LocalTensor<T> &dst, const LocalTensor<T> &src, co
   Self().Begin(V, op);
   ReadOperand(src, count, op);
   WriteOperand(work, needed, op);
-  WriteOperand(dst, 1, op);
+  WriteOperand(dst, 1, op, sizeof(T));
   T total{};
   for (int32_t start = 0; start < count; start += kPerRepeat<T>) {
     const int32_t n = std::min<int32_t>(kPerRepeat<T>, count - start);
