@@ -114,7 +114,10 @@ def build_host(source: Path) -> Path:
     source = Path(source)
 
     def build(directory: Path) -> None:
-        _run([COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(directory / "host.so")], source.name)
+        _run(
+            [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(directory / "host.so")],
+            source.name,
+        )
 
     parts = [*_read([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "host.so"

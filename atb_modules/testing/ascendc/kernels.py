@@ -16,11 +16,12 @@ from torch import Tensor
 from atb_modules.kernels import ascend
 from atb_modules.kernels.ascend.socs import Soc, find_soc
 from atb_modules.testing.ascendc.build import build_host
-from atb_modules.testing.ascendc.run import Argument, In, Out, Report, launch
+from atb_modules.testing.ascendc.run import Argument, In, InOut, Out, Report, launch
 
 #: where the sources of the kernels lie
 ASCENDC = Path(ascend.__file__).parent / "ascendc"
 DTYPES = {torch.float16: (0, "half"), torch.bfloat16: (1, "bfloat16"), torch.float32: (2, "float")}
+GATES = ("silu", "gelu_tanh", "quick_gelu")
 _FLOAT = {"eps", "weight_offset"}
 
 
@@ -133,3 +134,90 @@ def add_rms_norm(
     rstd = torch.empty(rows) if keep_rstd else None
     arguments = [In(x), In(residual), _optional(weight), Out(y), Out(total), None if rstd is None else Out(rstd)]
     return y, total, rstd, run("add_rms_norm", x.dtype, arguments, tiling, soc, trace)
+
+
+def rms_norm_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    grad_sum: Tensor | None = None,
+    *,
+    weight_offset: float = 0.0,
+    soc: str | Soc = "ascend910b1",
+    trace: bool = True,
+) -> tuple[Tensor, Tensor | None, Report]:
+    """Backward of both norms: x is the sum where there was one, ``grad_sum`` what comes back for it.
+
+    Returns:
+        (grad_x (rows, width), grad_weight (width,) in float32 or None, report).
+    """
+    rows, width = x.shape
+    tiling = tile(
+        "rms_norm_backward", "RmsNormBackwardTiling", soc, dtype=x.dtype, rows=rows, width=width,
+        has_weight=weight is not None, has_sum_grad=grad_sum is not None, weight_offset=weight_offset,
+    )  # fmt: skip
+    grad_x = torch.empty_like(x)
+    partial = None if weight is None else torch.empty(blocks_of(tiling), width)
+    arguments = [
+        In(grad_y), In(x), In(rstd), _optional(weight), _optional(grad_sum), Out(grad_x),
+        None if partial is None else Out(partial),
+    ]  # fmt: skip
+    report = run("rms_norm_backward", x.dtype, arguments, tiling, soc, trace)
+    return grad_x, None if partial is None else partial.sum(0), report
+
+
+def gated_activation(
+    gate: Tensor, up: Tensor, kind: str = "silu", *, soc: str | Soc = "ascend910b1", trace: bool = True
+) -> tuple[Tensor, Report]:
+    """``activation(gate) * up`` over (rows, width); rows may be views into longer ones. Returns (out, report)."""
+    if kind not in GATES:
+        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(GATES)}")
+    rows, width = gate.shape
+    tiling = tile(
+        "gated", "GatedTiling", soc, dtype=gate.dtype, rows=rows, width=width, gate_step=gate.stride(0),
+        up_step=up.stride(0), kind=GATES.index(kind),
+    )  # fmt: skip
+    out = torch.empty(rows, width, dtype=gate.dtype)
+    return out, run("gated", gate.dtype, [In(gate), In(up), Out(out)], tiling, soc, trace)
+
+
+def rotary_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+    soc: str | Soc = "ascend910b1",
+    trace: bool = True,
+) -> Report:
+    """Rotate q (tokens, heads, dim) in place, append rotated k and v to pages (pages, kv_heads, page_size, dim).
+
+    Tokens of q, k and v may be apart (views of one product), their heads dense; slots are int32 or int64.
+    """
+    tokens, heads, dim = q.shape
+    pages, kv_heads, page_size, _ = k_pages.shape
+    tiling = tile(
+        "rotary_append", "RotaryAppendTiling", soc, dtype=q.dtype, tokens=tokens, heads=heads, kv_heads=kv_heads,
+        head_dim=dim, value_dim=v.shape[-1], pairs=cos.shape[-1], q_step=q.stride(0), k_step=k.stride(0),
+        v_step=v.stride(0), page_size=page_size, pages=pages, interleaved=interleaved,
+        slots_int64=slots.dtype == torch.int64,
+    )  # fmt: skip
+    arguments = [InOut(q), In(k), In(v), In(cos), In(sin), InOut(k_pages), InOut(v_pages), In(slots)]
+    return run("rotary_append", q.dtype, arguments, tiling, soc, trace)
+
+
+def lse_merge(
+    outs: Tensor, lses: Tensor, *, soc: str | Soc = "ascend910b1", trace: bool = True
+) -> tuple[Tensor, Tensor, Report]:
+    """Merge outs (parts, rows, width) by lses (parts, rows) in float32; returns (out, lse, report)."""
+    parts, rows, width = outs.shape
+    tiling = tile("lse_merge", "LseMergeTiling", soc, dtype=outs.dtype, parts=parts, rows=rows, width=width)
+    out, lse = torch.empty(rows, width, dtype=outs.dtype), torch.empty(rows)
+    report = run("lse_merge", outs.dtype, [In(outs), In(lses), Out(out), Out(lse)], tiling, soc, trace)
+    return out, lse, report

@@ -47,10 +47,22 @@ class Argument:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
             raise TypeError(f"tensor is {type(self.tensor).__name__}; allowed: a torch.Tensor")
-        if self.tensor.device.type != "cpu" or not self.tensor.is_contiguous():
+        strides = self.tensor.stride()
+        dense_rows = (
+            self.tensor.dim() == 0 or self.tensor.numel() == 0 or strides[-1] == 1 or self.tensor.shape[-1] == 1
+        )
+        if self.tensor.device.type != "cpu" or not dense_rows or list(strides) != sorted(strides, reverse=True):
             raise ValueError(
-                f"tensor is on {self.tensor.device} with strides {self.tensor.stride()}; allowed: dense CPU memory"
+                f"tensor is on {self.tensor.device} with strides {strides}; allowed: CPU memory with dense rows in order"
             )
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to behind its last: the gaps of a view are part of what may be touched."""
+        if self.tensor.numel() == 0:
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        return (last + 1) * self.tensor.element_size()
 
 
 def In(tensor: Tensor) -> Argument:
@@ -216,7 +228,7 @@ def launch(
     for index, argument in enumerate(arguments):
         if isinstance(argument, Argument):
             tensor = argument.tensor
-            size = tensor.numel() * tensor.element_size()
+            size = argument.span
             if argument.access in (_Access.OUT, _Access.WORK) and size:
                 ctypes.memset(tensor.data_ptr(), 0xFF, size)
             tensors.append(_Tensor(tensor.data_ptr(), size, tensor.element_size(), argument.access))

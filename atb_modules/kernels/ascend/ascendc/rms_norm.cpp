@@ -1,4 +1,5 @@
-// RMSNorm: x (rows, width), weight (width) or null -> y (rows, width), and rstd (rows) in float for the backward.
+// RMSNorm: x (rows, width), weight (width) or null -> y (rows, width), and rstd (rows) in float for the
+// backward.
 #include "rms_norm_rows.h"
 
 namespace {
@@ -16,8 +17,8 @@ extern "C" __global__ __aicore__ void atb_rms_norm_half(GM_ADDR x, GM_ADDR weigh
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(x, weight, y, rstd, tiling);
 }
-extern "C" __global__ __aicore__ void atb_rms_norm_bfloat16(GM_ADDR x, GM_ADDR weight, GM_ADDR y, GM_ADDR rstd,
-                                                            RmsNormTiling tiling) {
+extern "C" __global__ __aicore__ void atb_rms_norm_bfloat16(GM_ADDR x, GM_ADDR weight, GM_ADDR y,
+                                                            GM_ADDR rstd, RmsNormTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(x, weight, y, rstd, tiling);
 }

@@ -1,8 +1,8 @@
 // RMSNorm over rows, alone or of the sum of two tensors: y = s / sqrt(mean(s^2) + eps) * (offset + weight).
 //
-// Whole rows stay in the unified buffer between the sum of their squares and their scaling, so every input is read once
-// and every output written once. A row that does not fit is taken in pieces and read a second time. Statistics are in
-// float; the sum is rounded to the dtype first, as its reader will see it.
+// Whole rows stay in the unified buffer between the sum of their squares and their scaling, so every input is
+// read once and every output written once. A row that does not fit is taken in pieces and read a second time.
+// Statistics are in float; the sum is rounded to the dtype first, as its reader will see it.
 #pragma once
 #include "rows.h"
 #include "tiling/rms_norm.h"
@@ -13,7 +13,8 @@ template <typename T, bool kAdds> class RmsNormRows {
 public:
   __aicore__ inline RmsNormRows(TPipe *pipe, const RmsNormTiling &tiling) : pipe_(pipe), t_(tiling) {}
 
-  __aicore__ inline void Init(GM_ADDR x, GM_ADDR residual, GM_ADDR weight, GM_ADDR y, GM_ADDR sum, GM_ADDR rstd) {
+  __aicore__ inline void Init(GM_ADDR x, GM_ADDR residual, GM_ADDR weight, GM_ADDR y, GM_ADDR sum,
+                              GM_ADDR rstd) {
     const uint64_t all = uint64_t(t_.rows) * t_.width;
     x_.SetGlobalBuffer((__gm__ T *)x, all);
     y_.SetGlobalBuffer((__gm__ T *)y, all);
@@ -79,11 +80,13 @@ private:
     LoadInto(in_x_, x_[row * t_.width], rows, t_.width);
     if constexpr (kAdds) LoadInto(in_residual_, residual_[row * t_.width], rows, t_.width);
   }
-  __aicore__ inline void LoadWeight(uint64_t start, uint32_t count) { LoadInto(in_weight_, weight_[start], 1, count); }
+  __aicore__ inline void LoadWeight(uint64_t start, uint32_t count) {
+    LoadInto(in_weight_, weight_[start], 1, count);
+  }
 
   // total = x + residual, rounded; squares += the squares of what was rounded.
-  __aicore__ inline void Accumulate(const LocalTensor<T> &x, const LocalTensor<T> &residual, const LocalTensor<T> &total,
-                                uint32_t count, bool first) {
+  __aicore__ inline void Accumulate(const LocalTensor<T> &x, const LocalTensor<T> &residual,
+                                    const LocalTensor<T> &total, uint32_t count, bool first) {
     LocalTensor<float> a = a_.Get<float>(), b = b_.Get<float>(), squares = squares_.Get<float>();
     for (uint32_t start = 0; start < count; start += t_.chunk) {
       const uint32_t n = Least(t_.chunk, count - start);
@@ -131,8 +134,8 @@ private:
     DataCopyPad(rstd_[row], kept, DataCopyExtParams{1, uint32_t(rows * sizeof(float)), 0, 0, 0});
     out_rstd_.FreeTensor(kept);
   }
-  __aicore__ inline void Scale(const LocalTensor<T> &y, const LocalTensor<T> &total, const LocalTensor<T> &weight,
-                               float rstd, uint32_t count) {
+  __aicore__ inline void Scale(const LocalTensor<T> &y, const LocalTensor<T> &total,
+                               const LocalTensor<T> &weight, float rstd, uint32_t count) {
     LocalTensor<float> a = a_.Get<float>(), b = b_.Get<float>();
     for (uint32_t start = 0; start < count; start += t_.chunk) {
       const uint32_t n = Least(t_.chunk, count - start);

@@ -5,9 +5,11 @@
 namespace atb {
 using namespace AscendC;
 
-// `rows` rows of `width` elements, dense in global memory; in the unified buffer each starts a block of 32 bytes.
+// `rows` rows of `width` elements, dense in global memory; in the unified buffer each starts a block of 32
+// bytes.
 template <typename T>
-__aicore__ inline void LoadRows(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t rows, uint32_t width) {
+__aicore__ inline void LoadRows(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t rows,
+                                uint32_t width) {
   const uint32_t bytes = width * sizeof(T);
   if (bytes % 32 == 0) {
     DataCopy(to, from, rows * width);
@@ -17,7 +19,8 @@ __aicore__ inline void LoadRows(const LocalTensor<T> &to, const GlobalTensor<T> 
   DataCopyPad(to, from, run, DataCopyPadExtParams<T>{});
 }
 template <typename T>
-__aicore__ inline void StoreRows(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint32_t rows, uint32_t width) {
+__aicore__ inline void StoreRows(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint32_t rows,
+                                 uint32_t width) {
   const uint32_t bytes = width * sizeof(T);
   if (bytes % 32 == 0) {
     DataCopy(to, from, rows * width);
@@ -67,6 +70,8 @@ __aicore__ inline Share ShareOf(uint64_t total) {
   return {begin, begin + each + (me < more ? 1 : 0)};
 }
 
-__aicore__ inline uint32_t Least(uint64_t a, uint64_t b) { return static_cast<uint32_t>(a < b ? a : b); }
+__aicore__ inline uint32_t Least(uint64_t a, uint64_t b) {
+  return static_cast<uint32_t>(a < b ? a : b);
+}
 
 } // namespace atb

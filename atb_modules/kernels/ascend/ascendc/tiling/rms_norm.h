@@ -30,8 +30,8 @@ inline int64_t RmsNormBytes(const RmsNormTiling &t, int32_t dtype, bool adds) {
 
 // Fills the tiling; returns null, or why the kernel cannot take the call.
 inline const char *TileRmsNorm(const AtbSoc &soc, int32_t dtype, int64_t rows, int64_t width, bool adds,
-                               bool has_weight, bool cast_first, bool keeps_rstd, float eps, float weight_offset,
-                               RmsNormTiling *out) {
+                               bool has_weight, bool cast_first, bool keeps_rstd, float eps,
+                               float weight_offset, RmsNormTiling *out) {
   if (const char *reason = AtbCheckRows(soc, dtype, rows, width)) return reason;
   if (keeps_rstd && !soc.pads) return "this SoC copies multiples of 32 bytes: it returns no rstd";
   const int64_t e = AtbElement(dtype), per_block = 32 / e;

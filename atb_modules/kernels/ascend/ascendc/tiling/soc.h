@@ -1,4 +1,5 @@
-// What a tiling must know of a SoC. Host and device compile the headers of this folder: plain data, no device calls.
+// What a tiling must know of a SoC. Host and device compile the headers of this folder: plain data, no device
+// calls.
 #pragma once
 #include <cstdint>
 
@@ -12,10 +13,18 @@ struct AtbSoc {
 
 enum AtbDtype : int32_t { ATB_HALF, ATB_BFLOAT16, ATB_FLOAT };
 
-inline int64_t AtbElement(int32_t dtype) { return dtype == ATB_FLOAT ? 4 : 2; }
-inline int64_t AtbRoundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-inline int64_t AtbMin(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t AtbMax(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t AtbElement(int32_t dtype) {
+  return dtype == ATB_FLOAT ? 4 : 2;
+}
+inline int64_t AtbRoundUp(int64_t value, int64_t to) {
+  return (value + to - 1) / to * to;
+}
+inline int64_t AtbMin(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+inline int64_t AtbMax(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
 constexpr int64_t kAtbMost = 0xffffffffll;
 
 // What every kernel asks of its dtype and of the bytes of a row; null where it can.
