@@ -53,7 +53,7 @@ class Argument:
         )
         if self.tensor.device.type != "cpu" or not dense_rows or list(strides) != sorted(strides, reverse=True):
             raise ValueError(
-                f"tensor is on {self.tensor.device} with strides {strides}; allowed: CPU memory with dense rows in order"
+                f"tensor is on {self.tensor.device} with strides {strides}; allowed: on the CPU, dense rows in order"
             )
 
     @property

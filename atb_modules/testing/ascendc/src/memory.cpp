@@ -102,17 +102,17 @@ void Core::Write(Place place, size_t offset, size_t bytes, bool in_order) {
   const auto &known = clocks_[pipe_].own;
   for (size_t block = offset / 32; block <= (offset + bytes - 1) / 32; ++block) {
     auto &it = memory.blocks[block];
-    if (it.write > known[it.writer] && !(it.writer == pipe_ && (in_order || it.write == epoch_)))
-      Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " overwrites " + NameOf(place) + " at byte " +
-           std::to_string(block * 32) + " while pipe " + NameOf(it.writer) +
-           " may still write it: an event (or queue) " + NameOf(it.writer) + "_" + NameOf(pipe_) +
-           (it.writer == pipe_ ? ", here PipeBarrier," : "") + " is missing");
     for (size_t pipe = 0; pipe < kPipes; ++pipe)
       if (pipe != pipe_ && it.read[pipe] > known[pipe])
         Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " overwrites " + NameOf(place) + " at byte " +
              std::to_string(block * 32) + " while pipe " + NameOf(static_cast<Pipe>(pipe)) +
              " may still read it: an event (or queue) " + NameOf(static_cast<Pipe>(pipe)) + "_" +
              NameOf(pipe_) + " is missing");
+    if (it.write > known[it.writer] && !(it.writer == pipe_ && (in_order || it.write == epoch_)))
+      Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " overwrites " + NameOf(place) + " at byte " +
+           std::to_string(block * 32) + " while pipe " + NameOf(it.writer) +
+           " may still write it: an event (or queue) " + NameOf(it.writer) + "_" + NameOf(pipe_) +
+           (it.writer == pipe_ ? ", here PipeBarrier," : "") + " is missing");
     it.write = epoch_;
     it.writer = pipe_;
   }
