@@ -2,11 +2,12 @@
 // kv_heads, page_size, dim), block_table (batch, max_blocks) and kv_lengths (batch) in int32 -> out (batch,
 // heads, value_dim) and lse (heads, batch) in float.
 //
-// A unit of work is a part of the keys of one sequence and one head of keys; the query heads of the group share
-// what is read, so each live key and value crosses the bus once. Keys travel a tile at a time, out of as many
-// pages as it spans; the tile after this one is on its way while this one is computed. The softmax is online,
-// in float. A sequence in one part goes straight to the result; the parts of longer ones go to the workspace
-// with their log-sum-exps and are merged after all cores have met. A sequence without keys gives 0 and -inf.
+// A unit of work is a part of the keys of one sequence and one head of keys; the query heads of the group
+// share what is read, so each live key and value crosses the bus once. Keys travel a tile at a time, out of
+// as many pages as it spans; the tile after this one is on its way while this one is computed. The softmax is
+// online, in float. A sequence in one part goes straight to the result; the parts of longer ones go to the
+// workspace with their log-sum-exps and are merged after all cores have met. A sequence without keys gives 0
+// and -inf.
 #include "tiling/paged_decode.h"
 #include "paged_decode_parts.h"
 #include "paged_decode_tile.h"
