@@ -66,7 +66,12 @@ def build_binding(torch_npu: Path) -> Path:
     objects += sorted(emulation_objects().glob("*.o"))
 
     def build(directory: Path) -> None:
+        # The libraries are loaded already, by torch and torch_npu; what CANN's stand-ins define is global.
+        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", f"-L{torch_npu / 'lib'}", "-Wl,--no-as-needed"]
+        libraries += ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_npu", "-Wl,--allow-shlib-undefined"]
         linked = [str(path) for path in objects]
-        run_compiler([COMPILER, "-shared", *linked, "-pthread", "-o", str(directory / "binding.so")], "the binding")
+        output = ["-pthread", "-o", str(directory / "binding.so")]
+        run_compiler([COMPILER, "-shared", *linked, *libraries, *output], "the binding")
 
-    return cached_build("ascendc-binding-library", [str(path) for path in objects], build) / "binding.so"
+    parts = [*map(str, objects), str(torch_npu), torch.__version__, torch.__file__]
+    return cached_build("ascendc-binding-library", parts, build) / "binding.so"

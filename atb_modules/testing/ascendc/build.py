@@ -111,7 +111,7 @@ def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
         library = str(directory / "kernel.so")
         run_compiler([COMPILER, *options(), *directories, "-shared", str(unit), *linked, "-o", library], source.name)
 
-    parts = [text, *read_sources(headers), *emulation_parts()]
+    parts: list[str | bytes] = [text, *read_sources(headers), *emulation_parts()]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "kernel.so"
 
 
@@ -125,7 +125,7 @@ def build_host(source: Path) -> Path:
             source.name,
         )
 
-    parts = [*read_sources([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
+    parts: list[str | bytes] = [*read_sources([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "host.so"
 
 
