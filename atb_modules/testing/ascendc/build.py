@@ -27,7 +27,7 @@ class EmulationError(RuntimeError):
 
 
 @cache
-def _options() -> tuple[str, ...]:
+def options() -> tuple[str, ...]:
     """With conversions of float16 in hardware where this machine has them."""
     if platform.machine() in ("x86_64", "AMD64"):
         info = Path("/proc/cpuinfo")
@@ -36,17 +36,17 @@ def _options() -> tuple[str, ...]:
     return OPTIONS
 
 
-def _read(paths: Iterable[Path]) -> list[bytes]:
+def read_sources(paths: Iterable[Path]) -> list[bytes]:
     return [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(paths)]
 
 
 @cache
-def _emulation_parts() -> tuple[bytes | str, ...]:
+def emulation_parts() -> tuple[bytes | str, ...]:
     files = [*INCLUDE.rglob("*.h"), *SOURCES.glob("*.cpp")]
-    return (*_read(files), compiler_version(COMPILER), " ".join(_options()))
+    return (*read_sources(files), compiler_version(COMPILER), " ".join(options()))
 
 
-def _run(command: Sequence[str], what: str) -> None:
+def run_compiler(command: Sequence[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
@@ -61,10 +61,10 @@ def emulation_objects() -> Path:
     def build(directory: Path) -> None:
         for source in sorted(SOURCES.glob("*.cpp")):
             target = directory / f"{source.stem}.o"
-            command = [COMPILER, *_options(), f"-I{INCLUDE}", "-c", str(source), "-o", str(target)]
-            _run(command, f"the emulation's {source.name}")
+            command = [COMPILER, *options(), f"-I{INCLUDE}", "-c", str(source), "-o", str(target)]
+            run_compiler(command, f"the emulation's {source.name}")
 
-    return cached_build("ascendc-emulation", _emulation_parts(), build)
+    return cached_build("ascendc-emulation", emulation_parts(), build)
 
 
 def kernel_entries(text: str) -> dict[str, str]:
@@ -75,6 +75,16 @@ def kernel_entries(text: str) -> dict[str, str]:
         declared = _TYPE.search(text, match.end(), after.start() if after else len(text))
         entries[match.group(1)] = declared.group(1) if declared else "KERNEL_TYPE_AIV_ONLY"
     return entries
+
+
+def write_unit(source: Path, directory: Path) -> Path:
+    """A source that includes a kernel source as it is and registers its kernels with the emulation."""
+    entries = kernel_entries(source.read_text())
+    lines = [f'#include "{source.resolve()}"', '#include "emulation/entry.h"']
+    lines += [f"ATB_EMULATED_KERNEL({name}, {kind})" for name, kind in entries.items()]
+    unit = directory / f"{source.stem}_unit.cpp"
+    unit.write_text("\n".join(lines) + "\n")
+    return unit
 
 
 def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
@@ -89,23 +99,19 @@ def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
     """
     source = Path(source)
     text = source.read_text()
-    entries = kernel_entries(text)
-    if not entries:
+    if not kernel_entries(text):
         raise ValueError(f'source {source} has no kernel (extern "C" __global__ __aicore__ void name(...))')
     headers = [path for root in (source.parent, *include) for path in root.rglob("*.h")]
-    lines = [f'#include "{source.resolve()}"', '#include "emulation/entry.h"']
-    lines += [f"ATB_EMULATED_KERNEL({name}, {kind})" for name, kind in entries.items()]
     objects = emulation_objects()
 
     def build(directory: Path) -> None:
-        unit = directory / "unit.cpp"
-        unit.write_text("\n".join(lines) + "\n")
+        unit = write_unit(source, directory)
         directories = [f"-I{path}" for path in (INCLUDE, source.parent, *include)]
         linked = [str(path) for path in sorted(objects.glob("*.o"))]
         library = str(directory / "kernel.so")
-        _run([COMPILER, *_options(), *directories, "-shared", str(unit), *linked, "-o", library], source.name)
+        run_compiler([COMPILER, *options(), *directories, "-shared", str(unit), *linked, "-o", library], source.name)
 
-    parts = [text, *lines[1:], *_read(headers), *_emulation_parts()]
+    parts: list[str | bytes] = [text, *read_sources(headers), *emulation_parts()]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "kernel.so"
 
 
@@ -114,12 +120,12 @@ def build_host(source: Path) -> Path:
     source = Path(source)
 
     def build(directory: Path) -> None:
-        _run(
+        run_compiler(
             [COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(directory / "host.so")],
             source.name,
         )
 
-    parts = [*_read([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
+    parts: list[str | bytes] = [*read_sources([source, *source.parent.rglob("*.h")]), compiler_version(COMPILER)]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "host.so"
 
 

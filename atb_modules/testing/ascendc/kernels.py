@@ -6,6 +6,7 @@ Each computes its tiling with the C++ that the torch binding uses, then launches
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,12 @@ def blocks_of(tiling: ctypes.Array) -> int:
 
 
 def run(
-    kernel: str, dtype: torch.dtype, arguments: list[Argument | None], tiling: ctypes.Array, soc: str | Soc, trace: bool
+    kernel: str,
+    dtype: torch.dtype,
+    arguments: Sequence[Argument | None],
+    tiling: ctypes.Array,
+    soc: str | Soc,
+    trace: bool,
 ) -> Report:
     """The kernel ``atb_<kernel>_<dtype>`` of ``<kernel>.cpp`` with a tiling."""
     source, name = ASCENDC / f"{kernel}.cpp", f"atb_{kernel}_{DTYPES[dtype][1]}"

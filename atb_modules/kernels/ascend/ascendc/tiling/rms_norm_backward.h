@@ -25,7 +25,7 @@ inline const char *TileRmsNormBackward(const AtbSoc &soc, int32_t dtype, int64_t
                                        bool has_weight, bool has_sum_grad, float weight_offset,
                                        RmsNormBackwardTiling *out) {
   if (const char *reason = AtbCheckRows(soc, dtype, rows, width)) return reason;
-  if (!soc.pads) return "this SoC copies multiples of 32 bytes: the backward is not for it";
+  if (!soc.pads) return "this SoC copies multiples of 32 bytes: the backward is not for one";
   RmsNormBackwardTiling t{};
   t.rows = static_cast<uint32_t>(rows);
   t.width = static_cast<uint32_t>(width);

@@ -46,7 +46,8 @@ inline void ReduceWhole(const LocalTensor<T> &dst, const LocalTensor<T> &src, co
          std::to_string(needed) + " are needed");
   Self().Begin(V, op);
   ReadOperand(src, count, op);
-  WriteOperand(work, needed, op);
+  RequireOperand(work, needed, op);
+  Self().Write(work.place(), work.offset(), needed * sizeof(T));
   WriteOperand(dst, 1, op, sizeof(T));
   T total{};
   for (int32_t start = 0; start < count; start += kPerRepeat<T>) {
