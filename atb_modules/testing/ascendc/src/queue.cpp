@@ -94,7 +94,9 @@ void Trace(Core &core, Pipe pipe, const char *op, const Queue &queue, const Queu
 
 size_t AllocBuffer(Core &core, size_t index) {
   Queue &queue = core.queues[index];
-  for (size_t i = 0; i < queue.buffers.size(); ++i) {
+  for (size_t tried = 0; tried < queue.buffers.size(); ++tried) {
+    const size_t i = queue.next;
+    queue.next = (queue.next + 1) % queue.buffers.size();
     QueueBuffer &buffer = queue.buffers[i];
     if (buffer.state != QueueBuffer::Free) continue;
     buffer.state = QueueBuffer::Allocated;

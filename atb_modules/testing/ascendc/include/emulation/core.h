@@ -92,6 +92,7 @@ struct Queue {
   int depth = 1;
   std::vector<QueueBuffer> buffers;
   std::vector<size_t> fifo;
+  size_t next = 0; // the buffers are given out in turn
 };
 // A row of the map of a memory: which buffer lies where.
 struct MapRow {

@@ -172,8 +172,12 @@ inline void Mmad(const LocalTensor<float> &c, const LocalTensor<T> &a, const Loc
         float *out = c.Raw() + (fj * mf + fi) * 256 + i * 16;
         float sums[16];
         for (size_t j = 0; j < 16; ++j) sums[j] = fresh ? 0.0f : out[j];
-        for (size_t k = 0; k < p.k; ++k)
-          for (size_t j = 0; j < 16; ++j) sums[j] += left[i * kf * c0 + k] * right[k * 16 + j];
+        for (size_t start = 0; start < p.k; start += c0) { // a fractal is summed before it joins the rest
+          float part[16] = {};
+          for (size_t k = start; k < std::min<size_t>(start + c0, p.k); ++k)
+            for (size_t j = 0; j < 16; ++j) part[j] += left[i * kf * c0 + k] * right[k * 16 + j];
+          for (size_t j = 0; j < 16; ++j) sums[j] += part[j];
+        }
         std::copy(sums, sums + 16, out);
       }
     }
