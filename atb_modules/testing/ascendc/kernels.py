@@ -26,6 +26,12 @@ GATES = ("silu", "gelu_tanh", "quick_gelu")
 _FLOAT = {"eps", "scale", "softcap", "weight_offset"}
 
 
+class Cube(ctypes.Structure):
+    """What the tilings of kernels with a cube side are told of it."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("l1", "l0a", "l0b", "l0c")] + [("split", ctypes.c_int32)]
+
+
 class _Soc(ctypes.Structure):
     _fields_ = [("ub", ctypes.c_int64)] + [
         (name, ctypes.c_int32) for name in ("vector_cores", "cube_cores", "bfloat16", "pads")
@@ -61,6 +67,8 @@ def tile(op: str, struct: str, soc: str | Soc, **given: Any) -> ctypes.Array:
 
 
 def _value(name: str, value: Any) -> Any:
+    if isinstance(value, ctypes.Structure):
+        return ctypes.byref(value)
     if name in _FLOAT:
         return ctypes.c_float(value)
     if isinstance(value, torch.dtype):
@@ -77,6 +85,11 @@ def host_number(function: str, tiling: ctypes.Array, *given: int) -> int:
     call = getattr(_host(), function)
     call.restype = ctypes.c_int64
     return int(call(tiling, *given))
+
+
+def cube_of(soc: str | Soc) -> Cube:
+    soc = soc_of(soc)
+    return Cube(soc.l1, soc.l0a, soc.l0b, soc.l0c, soc.arch == "dav-2201")
 
 
 def blocks_of(tiling: ctypes.Array) -> int:

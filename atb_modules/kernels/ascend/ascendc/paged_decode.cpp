@@ -142,6 +142,7 @@ extern "C" __global__ __aicore__ void atb_paged_decode_half(GM_ADDR q, GM_ADDR k
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
   Run<half>({q, k_pages, v_pages, block_table, kv_lengths, out, lse, work}, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_paged_decode_bfloat16(GM_ADDR q, GM_ADDR k_pages, GM_ADDR v_pages,
                                                                 GM_ADDR block_table, GM_ADDR kv_lengths,
                                                                 GM_ADDR out, GM_ADDR lse, GM_ADDR work,
@@ -149,6 +150,7 @@ extern "C" __global__ __aicore__ void atb_paged_decode_bfloat16(GM_ADDR q, GM_AD
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
   Run<bfloat16_t>({q, k_pages, v_pages, block_table, kv_lengths, out, lse, work}, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_paged_decode_float(GM_ADDR q, GM_ADDR k_pages, GM_ADDR v_pages,
                                                              GM_ADDR block_table, GM_ADDR kv_lengths,
                                                              GM_ADDR out, GM_ADDR lse, GM_ADDR work,

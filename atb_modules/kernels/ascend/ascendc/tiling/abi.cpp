@@ -1,6 +1,7 @@
 // The tilings behind a C interface, for the host emulation: the same functions that the binding calls.
 #include "gated.h"
 #include "lse_merge.h"
+#include "norm_matmul.h"
 #include "paged_decode.h"
 #include "rms_norm.h"
 #include "rms_norm_backward.h"
@@ -12,6 +13,7 @@
   }
 ATB_TILING_SIZE(GatedTiling)
 ATB_TILING_SIZE(LseMergeTiling)
+ATB_TILING_SIZE(NormMatmulTiling)
 ATB_TILING_SIZE(PagedDecodeTiling)
 ATB_TILING_SIZE(RmsNormTiling)
 ATB_TILING_SIZE(RmsNormBackwardTiling)
@@ -58,5 +60,22 @@ int64_t atb_paged_decode_workspace(const PagedDecodeTiling *tiling) {
 // Bytes of the unified buffer in the larger of the two phases.
 int64_t atb_paged_decode_bytes(const PagedDecodeTiling *tiling, int32_t dtype) {
   return AtbMax(PagedDecodeBytes(*tiling, dtype), tiling->parts > 1 ? PagedMergeBytes(*tiling) : 0);
+}
+const char *atb_tile_norm_matmul(const AtbSoc *soc, const AtbCube *cube, int32_t dtype, int64_t rows,
+                                 int64_t width, int64_t columns, int32_t has_weight, int32_t cast_first,
+                                 float eps, float weight_offset, NormMatmulTiling *out) {
+  return TileNormMatmul(*soc, *cube, dtype, rows, width, columns, has_weight, cast_first, eps, weight_offset,
+                        out);
+}
+int64_t atb_norm_matmul_workspace(const NormMatmulTiling *tiling, int32_t dtype) {
+  return NormMatmulWorkspace(*tiling, dtype);
+}
+// Bytes of an on-chip memory: UB, L1, L0A, L0B, L0C in this order.
+int64_t atb_norm_matmul_bytes(const NormMatmulTiling *tiling, int32_t dtype, int32_t place) {
+  const NormMatmulTiling &t = *tiling;
+  const int64_t bytes[] = {NormMatmulUb(t, dtype), NormMatmulL1(t, dtype),
+                           NormMatmulL0(t.tile_rows, t, dtype), NormMatmulL0(t.tile_columns, t, dtype),
+                           NormMatmulL0c(t)};
+  return bytes[place];
 }
 }
