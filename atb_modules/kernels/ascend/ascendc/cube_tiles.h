@@ -13,11 +13,12 @@ __aicore__ inline uint32_t Fractals(uint32_t lines) {
   return (lines + 15) / 16;
 }
 
-// (lines, width) with rows `step` apart; columns of fractals, the last fractal's missing lines zero.
+// (lines, width) with rows `step` apart; columns of fractals of `padded` lines, a multiple of 16, of which
+// the missing ones are zero.
 template <typename T>
 __aicore__ inline void LoadFractals(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t lines,
-                                    uint32_t width, uint32_t step) {
-  const uint32_t padded = Fractals(lines) * 16, blocks = (width + kFractalWidth<T> - 1) / kFractalWidth<T>;
+                                    uint32_t width, uint32_t step, uint32_t padded) {
+  const uint32_t blocks = (width + kFractalWidth<T> - 1) / kFractalWidth<T>;
   if (padded != lines) {
     const uint16_t all = static_cast<uint16_t>(blocks * padded);
     InitConstValue(to, InitConstValueParams<T>(1, all, 0, static_cast<T>(0.0f)));
@@ -33,6 +34,12 @@ __aicore__ inline void LoadFractals(const LocalTensor<T> &to, const GlobalTensor
   copy.dstNzNStride = 1;
   copy.dstNzMatrixStride = 0;
   DataCopy(to, from, copy);
+}
+
+template <typename T>
+__aicore__ inline void LoadFractals(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t lines,
+                                    uint32_t width, uint32_t step) {
+  LoadFractals(to, from, lines, width, step, Fractals(lines) * 16);
 }
 
 // The k columns from `at` on of all lines: rows of fractals for the left operand.
@@ -56,6 +63,20 @@ __aicore__ inline void LoadRight(const LocalTensor<T> &to, const LocalTensor<T> 
   load.repeatTimes = static_cast<uint8_t>(rows * columns);
   load.srcStride = 1;
   LoadData(to, from[at / kFractalWidth<T> * rows * kFractalSize<T>], load);
+}
+
+// Columns `at` to `at + width` of all lines (a multiple of 16), transposed: the lines are what the product
+// sums over. For elements of 16 bits.
+template <typename T>
+__aicore__ inline void LoadRightTransposed(const LocalTensor<T> &to, const LocalTensor<T> &from,
+                                           uint32_t lines, uint32_t at, uint32_t width) {
+  const uint32_t rows = Fractals(lines), columns = Fractals(width);
+  LoadData2DParams load;
+  load.repeatTimes = static_cast<uint8_t>(columns);
+  load.srcStride = static_cast<uint16_t>(rows);
+  load.ifTranspose = true;
+  for (uint32_t row = 0; row < rows; ++row)
+    LoadData(to[row * columns * kFractalSize<T>], from[(at / 16 * rows + row) * kFractalSize<T>], load);
 }
 
 template <typename T>

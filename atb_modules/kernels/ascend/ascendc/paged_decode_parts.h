@@ -1,6 +1,6 @@
 // Which keys a core of the paged decode works on, and the merge of sequences that were split in parts.
 #pragma once
-#include "rows.h"
+#include "softmax_rows.h"
 #include "tiling/paged_decode.h"
 
 namespace atb {
@@ -84,16 +84,6 @@ __aicore__ inline void StoreHeads(const GlobalTensor<T> &result, const GlobalTen
   const uint32_t apart = (t.batch - 1) * sizeof(float);
   DataCopyPad(lses[head * t.batch + batch], lse,
               DataCopyExtParams{static_cast<uint16_t>(t.group), sizeof(float), 0, apart, 0});
-}
-
-// rows * factors, where the factor of a row fills a block of 32 bytes; rows and factors lie `apart` blocks
-// apart.
-__aicore__ inline void TimesRows(const LocalTensor<float> &rows, const LocalTensor<float> &factors,
-                                 uint32_t count, uint32_t width, uint32_t step) {
-  const uint8_t blocks = static_cast<uint8_t>(step / 8);
-  for (uint32_t start = 0; start < width; start += 64)
-    Mul(rows[start], rows[start], factors, Least(64, width - start), static_cast<uint8_t>(count),
-        BinaryRepeatParams(1, 1, 0, blocks, blocks, 1));
 }
 
 // The second phase: out = sum_i exp(lse_i - lse) out_i over the parts of a sequence, two of them in flight.

@@ -5,6 +5,7 @@
 // over a block of 32 bytes and multiplied into a row of values, and the rows are summed as a tree.
 #pragma once
 #include "paged_decode_parts.h"
+#include "softmax_rows.h"
 
 namespace atb {
 
@@ -66,7 +67,9 @@ public:
       WholeReduceSum(scores[g * 64], products, static_cast<int32_t>(Least(64, t_.head_dim)), count, 1, 1, 8);
     }
     PipeBarrier<PIPE_V>();
-    if (t_.softcap > 0.0f) Cap(scores);
+    if (t_.softcap > 0.0f)
+      Cap(scores, a_.Get<float>(), b_.Get<float>(), c_.Get<float>(), mask_.Get<uint8_t>(), t_.group * 64,
+          t_.softcap);
   }
 
   // scores become exp(scores - most); most, sum and total are brought to the new maximum.
@@ -172,46 +175,6 @@ private:
     Brcb(spread, inverse, static_cast<uint8_t>(stats_ / 8), BrcbRepeatParams{1, 8});
     PipeBarrier<PIPE_V>();
     TimesRows(total_.Get<float>(), spread, t_.group, t_.value_dim, t_.value_dim);
-    PipeBarrier<PIPE_V>();
-  }
-
-  // x = softcap * tanh(x): a continued fraction where |x| < 0.8, where 1 - 2 / (exp(2 x) + 1) would cancel.
-  __aicore__ inline void Cap(const LocalTensor<float> &x) {
-    const int32_t n = static_cast<int32_t>(t_.group * 64);
-    LocalTensor<float> square = a_.Get<float>(), small = b_.Get<float>(), large = c_.Get<float>();
-    LocalTensor<uint8_t> near = mask_.Get<uint8_t>();
-    Mul(square, x, x, n);
-    PipeBarrier<PIPE_V>();
-    Muls(small, square, 1.0f / 9.0f, n);
-    CompareScalar(near, square, 0.64f, CMPMODE::LT, static_cast<uint32_t>(n));
-    PipeBarrier<PIPE_V>();
-    Adds(small, small, 7.0f, n);
-    PipeBarrier<PIPE_V>();
-    for (float term = 5.0f; term > 0.0f; term -= 2.0f) {
-      Div(small, square, small, n);
-      PipeBarrier<PIPE_V>();
-      Adds(small, small, term, n);
-      PipeBarrier<PIPE_V>();
-    }
-    Div(small, x, small, n);
-    Mins(large, x, 40.0f, n);
-    Duplicate(square, 2.0f, n);
-    PipeBarrier<PIPE_V>();
-    Muls(large, large, 2.0f, n);
-    PipeBarrier<PIPE_V>();
-    Exp(large, large, n);
-    PipeBarrier<PIPE_V>();
-    Adds(large, large, 1.0f, n);
-    PipeBarrier<PIPE_V>();
-    Div(large, square, large, n);
-    PipeBarrier<PIPE_V>();
-    Muls(large, large, -1.0f, n);
-    PipeBarrier<PIPE_V>();
-    Adds(large, large, 1.0f, n);
-    PipeBarrier<PIPE_V>();
-    Select(x, near, small, large, SELMODE::VSEL_TENSOR_TENSOR_MODE, static_cast<uint32_t>(n));
-    PipeBarrier<PIPE_V>();
-    Muls(x, x, t_.softcap, n);
     PipeBarrier<PIPE_V>();
   }
 

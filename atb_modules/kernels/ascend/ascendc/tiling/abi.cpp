@@ -1,4 +1,5 @@
 // The tilings behind a C interface, for the host emulation: the same functions that the binding calls.
+#include "flash_attention.h"
 #include "gated.h"
 #include "lse_merge.h"
 #include "norm_matmul.h"
@@ -11,6 +12,7 @@
   extern "C" int32_t atb_sizeof_##name() {                                                                   \
     return static_cast<int32_t>(sizeof(name));                                                               \
   }
+ATB_TILING_SIZE(FlashAttentionTiling)
 ATB_TILING_SIZE(GatedTiling)
 ATB_TILING_SIZE(LseMergeTiling)
 ATB_TILING_SIZE(NormMatmulTiling)
@@ -76,6 +78,23 @@ int64_t atb_norm_matmul_bytes(const NormMatmulTiling *tiling, int32_t dtype, int
   const int64_t bytes[] = {NormMatmulUb(t, dtype), NormMatmulL1(t, dtype),
                            NormMatmulL0(t.tile_rows, t, dtype), NormMatmulL0(t.tile_columns, t, dtype),
                            NormMatmulL0c(t)};
+  return bytes[place];
+}
+const char *atb_tile_flash_attention(const AtbSoc *soc, const AtbCube *cube, int32_t dtype, int64_t batch,
+                                     int64_t heads, int64_t kv_heads, int64_t q_len, int64_t kv_len,
+                                     int64_t head_dim, int64_t value_dim, int64_t left, int64_t right,
+                                     float scale, float softcap, FlashAttentionTiling *out) {
+  return TileFlashAttention(*soc, *cube, dtype, batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim,
+                            left, right, scale, softcap, out);
+}
+int64_t atb_flash_attention_workspace(const FlashAttentionTiling *tiling, int32_t dtype) {
+  return FlashWorkspace(*tiling, dtype);
+}
+// Bytes of an on-chip memory: UB, L1, L0A, L0B, L0C in this order.
+int64_t atb_flash_attention_bytes(const FlashAttentionTiling *tiling, int32_t dtype, int32_t place) {
+  const FlashAttentionTiling &t = *tiling;
+  const int64_t bytes[] = {FlashUb(t, dtype), FlashL1(t, dtype), FlashL0a(t, dtype), FlashL0b(t, dtype),
+                           FlashL0c(t)};
   return bytes[place];
 }
 }
