@@ -200,7 +200,8 @@ FAULTS = {
         "L0C overflow",
     ),
     "small products without a barrier": (
-        "cube_tiles.h", "if (Fractals(rows) * Fractals(columns) < 10)", "if (false)", "M_M, here PipeBarrier, is missing",
+        "cube_tiles.h", "if (Fractals(rows) * Fractals(columns) < 10)", "if (false)",
+        "M_M, here PipeBarrier, is missing",
     ),
 }  # fmt: skip
 

@@ -33,8 +33,8 @@ public:
       // What needs no other core is loaded before this pipe waits for the weights.
       LoadValues(now);
       const FlashStep after = next.live ? steps_.NextWithKeys() : FlashStep{};
-      if (next.live) Scores(next, turn + 1);
       LoadKeys(after);
+      if (next.live) Scores(next, turn + 1);
       Values(now, turn);
       now = next;
       next = after;
