@@ -131,11 +131,13 @@ extern "C" __global__ __aicore__ void atb_gated_half(GM_ADDR gate, GM_ADDR up, G
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(gate, up, out, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_gated_bfloat16(GM_ADDR gate, GM_ADDR up, GM_ADDR out,
                                                          GatedTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(gate, up, out, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_gated_float(GM_ADDR gate, GM_ADDR up, GM_ADDR out,
                                                       GatedTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
