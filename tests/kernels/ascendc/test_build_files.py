@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,9 @@ def configure(tmp_path, cann, *options, path=None):
     if path is not None:
         environment["PATH"] = f"{path}:{environment['PATH']}"
     packages = [f"-D{package}_dir={tmp_path}" for package in ("torch", "torch_npu")]
-    command = ["cmake", "-S", str(ASCENDC), "-B", str(build), *packages, *options]
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{environment['PATH']}")
+    assert cmake, "the test needs CMake, on the PATH or beside Python (pip install cmake)"
+    command = [cmake, "-S", str(ASCENDC), "-B", str(build), *packages, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     return done.returncode, done.stdout + done.stderr, build
 
@@ -106,7 +110,10 @@ def test_what_is_missing_is_named(tmp_path, cann):
 def test_the_table_of_socs_is_the_one_of_python():
     text = (ASCENDC / "tiling" / "soc_table.h").read_text().replace("kAtbKiB", "1024")
     rows = re.findall(r"\{\"(\w+)\",\s*\{([^}]*)\},([^}]*)\}", text)
-    table = {name: [eval(value) for value in f"{first},{rest}".split(",")] for name, first, rest in rows}
+    table = {
+        name: [math.prod(map(int, value.split("*"))) for value in f"{first},{rest}".split(",")]
+        for name, first, rest in rows
+    }
     assert table == {
         name: [
             soc.ub, soc.vector_cores, soc.cube_cores, soc.bfloat16, soc.arch != "dav-2002",

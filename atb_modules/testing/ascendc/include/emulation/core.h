@@ -92,6 +92,7 @@ struct Queue {
   int depth = 1;
   std::vector<QueueBuffer> buffers;
   std::vector<size_t> fifo;
+  size_t cursor = 0; // the buffer that is given next
 };
 // A row of the map of a memory: which buffer lies where.
 struct MapRow {
