@@ -23,7 +23,7 @@ MUTATIONS = [
     ("add_rms_norm", r"y_\[row \* t_.width\], rows,", "y_[row * t_.width], t_.tile_rows,", "nobody has written"),
     ("gated", r"atb::Narrow\(result, gate, n\);\n *out_.EnQue\(result\);\n *result = out_.template DeQue<T>\(\);",
      "atb::Narrow(result, gate, n);", "V_MTE3 is missing"),
-    ("gated", r"PadExtParams<T>\{right != 0, 0, right", "PadExtParams<T>{false, 0, 0", "nobody has written"),
+    ("gated", r"atb::ZerosBehind<T>\(t_.step - at.count\)", "DataCopyPadExtParams<T>{}", "nobody has written"),
     ("lse_merge", r"atb::WaitForVector\(pipe_\);", "", "V_S is missing"),
     ("rotary_append", r"atb::VectorWaitsForScalar\(pipe_\);", "", "S_V is missing"),
     ("rotary_append", r"\(t_.page_size - 1\) \* bytes", "t_.page_size * bytes", "may still write it"),

@@ -134,9 +134,8 @@ private:
   __aicore__ inline void LoadHeads(Queue &queue, const GlobalTensor<T> &from, uint32_t heads, uint32_t dim,
                                    uint32_t step) {
     LocalTensor<T> to = queue.template AllocTensor<T>();
-    const uint8_t right = static_cast<uint8_t>(step - dim);
     DataCopyPad(to, from, DataCopyExtParams{uint16_t(heads), uint32_t(dim * sizeof(T)), 0, 0, 0},
-                DataCopyPadExtParams<T>{right != 0, 0, right, T(0.0f)});
+                atb::ZerosBehind<T>(step - dim));
     queue.EnQue(to);
   }
   __aicore__ inline void Load(const Unit &unit) {
