@@ -23,7 +23,7 @@ from atb_modules.testing.ascendc.run import Argument, In, InOut, Out, Report, la
 ASCENDC = Path(ascend.__file__).parent / "ascendc"
 DTYPES = {torch.float16: (0, "half"), torch.bfloat16: (1, "bfloat16"), torch.float32: (2, "float")}
 GATES = ("silu", "gelu_tanh", "quick_gelu")
-_FLOAT = {"eps", "weight_offset"}
+_FLOAT = {"eps", "scale", "softcap", "weight_offset"}
 
 
 class _Soc(ctypes.Structure):
@@ -70,6 +70,13 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         return ctypes.c_int32(value)
     return ctypes.c_int64(value)
+
+
+def host_number(function: str, tiling: ctypes.Array, *given: int) -> int:
+    """What a host function says of a tiling, such as the bytes of its workspace."""
+    call = getattr(_host(), function)
+    call.restype = ctypes.c_int64
+    return int(call(tiling, *given))
 
 
 def blocks_of(tiling: ctypes.Array) -> int:

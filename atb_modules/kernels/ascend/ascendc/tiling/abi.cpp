@@ -1,6 +1,7 @@
 // The tilings behind a C interface, for the host emulation: the same functions that the binding calls.
 #include "gated.h"
 #include "lse_merge.h"
+#include "paged_decode.h"
 #include "rms_norm.h"
 #include "rms_norm_backward.h"
 #include "rotary_append.h"
@@ -11,6 +12,7 @@
   }
 ATB_TILING_SIZE(GatedTiling)
 ATB_TILING_SIZE(LseMergeTiling)
+ATB_TILING_SIZE(PagedDecodeTiling)
 ATB_TILING_SIZE(RmsNormTiling)
 ATB_TILING_SIZE(RmsNormBackwardTiling)
 ATB_TILING_SIZE(RotaryAppendTiling)
@@ -42,5 +44,19 @@ const char *atb_tile_rotary_append(const AtbSoc *soc, int32_t dtype, int64_t tok
 const char *atb_tile_lse_merge(const AtbSoc *soc, int32_t dtype, int64_t parts, int64_t rows, int64_t width,
                                LseMergeTiling *out) {
   return TileLseMerge(*soc, dtype, parts, rows, width, out);
+}
+const char *atb_tile_paged_decode(const AtbSoc *soc, int32_t dtype, int64_t batch, int64_t heads,
+                                  int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t page_size,
+                                  int64_t pages, int64_t max_blocks, int64_t q_step, int64_t max_length,
+                                  int64_t left, float scale, float softcap, PagedDecodeTiling *out) {
+  return TilePagedDecode(*soc, dtype, batch, heads, kv_heads, head_dim, value_dim, page_size, pages,
+                         max_blocks, q_step, max_length, left, scale, softcap, out);
+}
+int64_t atb_paged_decode_workspace(const PagedDecodeTiling *tiling) {
+  return PagedDecodeWorkspace(*tiling);
+}
+// Bytes of the unified buffer in the larger of the two phases.
+int64_t atb_paged_decode_bytes(const PagedDecodeTiling *tiling, int32_t dtype) {
+  return AtbMax(PagedDecodeBytes(*tiling, dtype), tiling->parts > 1 ? PagedMergeBytes(*tiling) : 0);
 }
 }

@@ -142,6 +142,19 @@ ATB_SCALAR(Mins, x < y ? x : y)
       const float x = ToFloat(a[i]);                                                                         \
       out[i] = static_cast<T>(expression);                                                                   \
     }                                                                                                        \
+  }                                                                                                          \
+  template <typename T>                                                                                      \
+  inline void name(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint64_t mask,                      \
+                   const uint8_t repeats, const UnaryRepeatParams &p) {                                      \
+    ATB_NO_BF16(name);                                                                                       \
+    emulation::Self().Begin(emulation::V, #name);                                                            \
+    emulation::Masked(src, false, mask, repeats, p.srcBlkStride, p.srcRepStride, #name);                     \
+    emulation::Masked(dst, true, mask, repeats, p.dstBlkStride, p.dstRepStride, #name);                      \
+    for (uint32_t r = 0; r < repeats; ++r)                                                                   \
+      for (uint32_t lane = 0; lane < mask; ++lane) {                                                         \
+        const float x = ToFloat(src.Raw()[emulation::At<T>(r, lane, p.srcBlkStride, p.srcRepStride)]);       \
+        dst.Raw()[emulation::At<T>(r, lane, p.dstBlkStride, p.dstRepStride)] = static_cast<T>(expression);   \
+      }                                                                                                      \
   }
 ATB_UNARY(Exp, std::exp(x))
 ATB_UNARY(Ln, std::log(x))
@@ -164,6 +177,25 @@ inline void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &
   emulation::WriteOperand(dst, count, "Axpy");
   for (int32_t i = 0; i < count; ++i)
     dst.Raw()[i] = static_cast<T>(dst.Raw()[i] + static_cast<T>(src.Raw()[i]) * static_cast<T>(scalar));
+}
+
+// dst += src0 * src1, over repeats with a mask
+template <typename T>
+inline void MulAddDst(const LocalTensor<T> &dst, const LocalTensor<T> &src0, const LocalTensor<T> &src1,
+                      uint64_t mask, const uint8_t repeats, const BinaryRepeatParams &p) {
+  ATB_NO_BF16(MulAddDst);
+  emulation::Self().Begin(emulation::V, "MulAddDst");
+  emulation::Masked(src0, false, mask, repeats, p.src0BlkStride, p.src0RepStride, "MulAddDst");
+  emulation::Masked(src1, false, mask, repeats, p.src1BlkStride, p.src1RepStride, "MulAddDst");
+  emulation::Masked(dst, false, mask, repeats, p.dstBlkStride, p.dstRepStride, "MulAddDst");
+  emulation::Masked(dst, true, mask, repeats, p.dstBlkStride, p.dstRepStride, "MulAddDst");
+  for (uint32_t r = 0; r < repeats; ++r)
+    for (uint32_t lane = 0; lane < mask; ++lane) {
+      const T x = src0.Raw()[emulation::At<T>(r, lane, p.src0BlkStride, p.src0RepStride)];
+      const T y = src1.Raw()[emulation::At<T>(r, lane, p.src1BlkStride, p.src1RepStride)];
+      T &sum = dst.Raw()[emulation::At<T>(r, lane, p.dstBlkStride, p.dstRepStride)];
+      sum = static_cast<T>(sum + x * y);
+    }
 }
 
 template <typename T> inline void Duplicate(const LocalTensor<T> &dst, const T &value, const int32_t &count) {
