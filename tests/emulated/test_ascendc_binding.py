@@ -8,9 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atb_modules.attention.merge import merge_attention
 from atb_modules.kernels.ascend.ascendc import load
+from atb_modules.kernels.reference.attention import paged_attention_reference
 from atb_modules.kernels.reference.cache import rotary_append_reference
 from atb_modules.kernels.reference.mlp import gated_activation_reference
 from atb_modules.kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
+from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator
 from atb_modules.testing.ascendc.binding import build_binding
 
@@ -40,9 +42,7 @@ def test_norms_and_their_gradients(ops, npu, dtype):
     rounded = (x + residual).double()
     assert_parity(y.detach().cpu(), rms_norm_reference(rounded, weight.double(), 1e-6), reduction=1001)
     golden = [t.double().requires_grad_() for t in (rounded, torch.zeros_like(rounded), weight)]
-    truth = torch.autograd.grad(
-        add_rms_norm_reference(*golden, 1e-6), golden, [grad_y.double(), grad_sum.double()]
-    )
+    truth = torch.autograd.grad(add_rms_norm_reference(*golden, 1e-6), golden, [grad_y.double(), grad_sum.double()])
     for gradient, one in zip(grads, truth, strict=True):
         assert_parity(gradient.cpu(), one, reduction=1001)
     leaves = [t.to("npu:0").requires_grad_() for t in (x, weight)]
@@ -92,6 +92,28 @@ def test_rotary_append_and_merge(ops, npu, dtype):
     golden = merge_attention([t.unsqueeze(1) for t in outs.double()], [t.unsqueeze(0) for t in lses.double()])
     assert_parity(out.cpu(), golden[0][:, 0])
     assert_parity(lse.cpu(), golden[1][0])
+
+
+@all_dtypes
+def test_paged_decode(ops, npu, dtype):
+    generator = fresh_generator()
+    lengths = torch.tensor([77, 0, 259], dtype=torch.int32)
+    table = torch.randperm(51, generator=generator).to(torch.int32).view(3, 17)
+    q = randn(generator, 3, 4, 64, dtype=dtype)
+    pages = [randn(generator, 51, 2, 16, 64, dtype=dtype) for _ in range(2)]
+    spec = AttentionSpec(causal=True, window=(100, 0), scale=0.125)
+    starts = torch.arange(4, dtype=torch.int32)
+    golden, golden_lse = paged_attention_reference(
+        q.double(), *(t.double() for t in pages), table, lengths, starts, spec
+    )
+    given = [t.to("npu:0") for t in (q, *pages, table, lengths)]
+    out, lse = ops.ascend_paged_decode(*given, 0.125, left=100)
+    assert_parity(out.cpu(), golden, reduction=101)
+    torch.testing.assert_close(lse.cpu().double(), golden_lse, atol=3e-6, rtol=3e-6)
+    with pytest.raises(ValueError, match="kv_lengths has shape"):
+        ops.ascend_paged_decode(*given[:4], given[4][:2], 0.125)
+    with pytest.raises(TypeError, match="block_table is Long"):
+        ops.ascend_paged_decode(*given[:3], given[3].long(), given[4], 0.125)
 
 
 def test_shapes_are_known_without_a_launch(ops):
