@@ -54,7 +54,7 @@ inline void CopyIn(const LocalTensor<T> &to, const GlobalTensor<T> &from, const 
   for (size_t row = 0; row < rows; ++row) {
     const auto source = from[row * global_step / sizeof(T)];
     source.Check(bytes / sizeof(T));
-    core.ReadGlobal(source.Raw(), bytes);
+    core.ReadGlobal(source.Raw(), bytes, source.region());
     core.Write(to.place(), to.offset() + row * local_step, bytes);
     if (bytes) std::memcpy(reinterpret_cast<uint8_t *>(to.Raw()) + row * local_step, source.Raw(), bytes);
   }
@@ -76,7 +76,7 @@ inline void CopyOut(const GlobalTensor<T> &to, const LocalTensor<T> &from, const
     const auto target = to[row * global_step / sizeof(T)];
     target.Check(bytes / sizeof(T));
     core.Read(from.place(), from.offset() + row * local_step, bytes);
-    core.WriteGlobal(target.Raw(), bytes, !core.atomic.empty());
+    core.WriteGlobal(target.Raw(), bytes, !core.atomic.empty(), target.region());
     Store(target.Raw(),
           reinterpret_cast<const T *>(reinterpret_cast<const uint8_t *>(from.Raw()) + row * local_step),
           bytes / sizeof(T), core.atomic);
