@@ -178,6 +178,19 @@ class Report:
             keep &= self.trace["op"] == op.encode()
         return np.flatnonzero(keep)
 
+    def listing(self, core: int = 0, start: int = 0, stop: int | None = None) -> str:
+        """Instructions ``start`` to ``stop`` of a core as text: number, pipe, instruction, place, tensor."""
+        lines = []
+        for index in self.instructions(core)[start:stop]:
+            row = self.trace[index]
+            line = f"{index:6d} {PIPES[row['pipe']]:<5} {row['op'].decode():<18}"
+            if row["place"] < len(PLACES) and row["bytes"]:
+                line += f" {PLACES[row['place']]}[{row['offset']} : {row['offset'] + row['bytes']}]"
+            if row["region"] >= 0:
+                line += f" tensor {row['region']} at {row['region_offset']}"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
 
 @cache
 def _library(path: Path) -> ctypes.CDLL:

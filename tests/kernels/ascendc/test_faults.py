@@ -39,6 +39,7 @@ MEMORY = {
     "foreign_tensor": "does not belong to the queue",
     "nine_buffers": "9 buffers together; there are eight events",
     "queue_before_init": "used before InitBuffer",
+    "too_many_runs": "1 to 4095 runs, given 4096",
 }
 SYNC = {
     "no_wait_for_the_load": "pipe V reads UB at byte 0 before the write by pipe MTE2 .* MTE2_V is missing",

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atb_modules.attention.merge import merge_attention
 from atb_modules.kernels.reference.cache import rotary_append_reference
@@ -45,6 +47,22 @@ def test_rms_norm(dtype, offset, cast_first):
             golden, plain = rms_norm_reference(*wide, 1e-5, **options), rms_norm_reference(x, w, 1e-5, **options)
             assert_parity(y, golden, plain, reduction=width, what=f"{rows} x {width}")
             assert_parity(rstd, torch.rsqrt(x.double().pow(2).mean(-1) + 1e-5), reduction=width)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 300),
+    width=st.integers(1, 200),
+    soc=st.sampled_from(["ascend910b3", "ascend910_93", "ascend950"]),
+)
+def test_norms_of_any_shape(dtype, rows, width, soc):
+    generator = fresh_generator()
+    x, residual = (randn(generator, rows, width, dtype=dtype) for _ in range(2))
+    weight = randn(generator, width, dtype=dtype)
+    y, total, _, _ = emulated.add_rms_norm(x, residual, weight, 1e-5, soc=soc, trace=False)
+    assert torch.equal(total, x + residual)
+    assert_parity(y, rms_norm_reference(total.double(), weight.double(), 1e-5), reduction=width)
 
 
 @all_dtypes
@@ -129,7 +147,8 @@ def test_gated_activation_saturates_without_nan():
         (5, 3, 1, 80, 80, 40, 16),
         (9, 16, 8, 192, 128, 32, 17),
         (70, 1, 1, 7, 5, 3, 3),
-        (3, 0, 2, 64, 64, 32, 16),
+        (3, 0, 2, 64, 64, 32, 512),
+        (2, 64, 8, 128, 128, 64, 64),
     ],
 )
 def test_rotary_append(dtype, interleaved, tokens, heads, kv_heads, dim, value_dim, pairs, page_size):
@@ -149,9 +168,9 @@ def test_rotary_append(dtype, interleaved, tokens, heads, kv_heads, dim, value_d
 
     q, k = qk.clone().split([heads, kv_heads], dim=1)
     k_pages, v_pages = empty(dtype, dim), empty(dtype, value_dim)
-    for given in (slots, slots.int()):
+    for wanted in (slots, slots.int()):
         q.copy_(qk[:, :heads])
-        emulated.rotary_append(q, k, values, cos, sin, k_pages, v_pages, given, interleaved=interleaved, trace=False)
+        emulated.rotary_append(q, k, values, cos, sin, k_pages, v_pages, wanted, interleaved=interleaved, trace=False)
     golden_q, golden_k = qk.double().split([heads, kv_heads], dim=1)
     golden_pages = [empty(torch.float64, dim), empty(torch.float64, value_dim)]
     rotary_append_reference(golden_q, golden_k, values.double(), cos, sin, *golden_pages, slots, interleaved)

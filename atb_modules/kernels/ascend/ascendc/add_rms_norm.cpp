@@ -19,12 +19,14 @@ extern "C" __global__ __aicore__ void atb_add_rms_norm_half(GM_ADDR x, GM_ADDR r
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(x, residual, weight, y, sum, rstd, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_add_rms_norm_bfloat16(GM_ADDR x, GM_ADDR residual, GM_ADDR weight,
                                                                 GM_ADDR y, GM_ADDR sum, GM_ADDR rstd,
                                                                 RmsNormTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(x, residual, weight, y, sum, rstd, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_add_rms_norm_float(GM_ADDR x, GM_ADDR residual, GM_ADDR weight,
                                                              GM_ADDR y, GM_ADDR sum, GM_ADDR rstd,
                                                              RmsNormTiling tiling) {

@@ -53,8 +53,7 @@ private:
     } else { // what fills up a row to whole blocks is 0, so that the tile is computed at once
       const DataCopyExtParams run{static_cast<uint16_t>(at.rows), bytes,
                                   uint32_t((step - at.count) * sizeof(T)), 0, 0};
-      const uint8_t right = static_cast<uint8_t>(t_.step - at.count);
-      DataCopyPad(to, from, run, DataCopyPadExtParams<T>{right != 0, 0, right, T(0.0f)});
+      DataCopyPad(to, from, run, atb::ZerosBehind<T>(t_.step - at.count));
     }
     queue.EnQue(to);
   }
@@ -131,11 +130,13 @@ extern "C" __global__ __aicore__ void atb_gated_half(GM_ADDR gate, GM_ADDR up, G
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(gate, up, out, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_gated_bfloat16(GM_ADDR gate, GM_ADDR up, GM_ADDR out,
                                                          GatedTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(gate, up, out, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_gated_float(GM_ADDR gate, GM_ADDR up, GM_ADDR out,
                                                       GatedTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);

@@ -142,11 +142,13 @@ extern "C" __global__ __aicore__ void atb_lse_merge_half(GM_ADDR outs, GM_ADDR l
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(outs, lses, out, lse, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_lse_merge_bfloat16(GM_ADDR outs, GM_ADDR lses, GM_ADDR out,
                                                              GM_ADDR lse, LseMergeTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(outs, lses, out, lse, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_lse_merge_float(GM_ADDR outs, GM_ADDR lses, GM_ADDR out,
                                                           GM_ADDR lse, LseMergeTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);

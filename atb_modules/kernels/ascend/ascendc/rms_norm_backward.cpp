@@ -278,6 +278,7 @@ extern "C" __global__ __aicore__ void atb_rms_norm_backward_half(GM_ADDR grad_y,
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(grad_y, x, rstd, weight, grad_sum, grad_x, grad_weight, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_rms_norm_backward_bfloat16(GM_ADDR grad_y, GM_ADDR x, GM_ADDR rstd,
                                                                      GM_ADDR weight, GM_ADDR grad_sum,
                                                                      GM_ADDR grad_x, GM_ADDR grad_weight,
@@ -285,6 +286,7 @@ extern "C" __global__ __aicore__ void atb_rms_norm_backward_bfloat16(GM_ADDR gra
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(grad_y, x, rstd, weight, grad_sum, grad_x, grad_weight, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_rms_norm_backward_float(GM_ADDR grad_y, GM_ADDR x, GM_ADDR rstd,
                                                                   GM_ADDR weight, GM_ADDR grad_sum,
                                                                   GM_ADDR grad_x, GM_ADDR grad_weight,

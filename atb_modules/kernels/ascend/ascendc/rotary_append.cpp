@@ -134,9 +134,8 @@ private:
   __aicore__ inline void LoadHeads(Queue &queue, const GlobalTensor<T> &from, uint32_t heads, uint32_t dim,
                                    uint32_t step) {
     LocalTensor<T> to = queue.template AllocTensor<T>();
-    const uint8_t right = static_cast<uint8_t>(step - dim);
     DataCopyPad(to, from, DataCopyExtParams{uint16_t(heads), uint32_t(dim * sizeof(T)), 0, 0, 0},
-                DataCopyPadExtParams<T>{right != 0, 0, right, T(0.0f)});
+                atb::ZerosBehind<T>(step - dim));
     queue.EnQue(to);
   }
   __aicore__ inline void Load(const Unit &unit) {
@@ -248,6 +247,7 @@ extern "C" __global__ __aicore__ void atb_rotary_append_half(GM_ADDR q, GM_ADDR 
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<half>(q, k, v, cos, sin, k_pages, v_pages, slots, tiling);
 }
+#ifndef ATB_NO_BFLOAT16
 extern "C" __global__ __aicore__ void atb_rotary_append_bfloat16(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR cos,
                                                                  GM_ADDR sin, GM_ADDR k_pages,
                                                                  GM_ADDR v_pages, GM_ADDR slots,
@@ -255,6 +255,7 @@ extern "C" __global__ __aicore__ void atb_rotary_append_bfloat16(GM_ADDR q, GM_A
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   Run<bfloat16_t>(q, k, v, cos, sin, k_pages, v_pages, slots, tiling);
 }
+#endif
 extern "C" __global__ __aicore__ void atb_rotary_append_float(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR cos,
                                                               GM_ADDR sin, GM_ADDR k_pages, GM_ADDR v_pages,
                                                               GM_ADDR slots, RotaryAppendTiling tiling) {

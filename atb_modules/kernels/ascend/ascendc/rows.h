@@ -18,6 +18,13 @@ __aicore__ inline void LoadRows(const LocalTensor<T> &to, const GlobalTensor<T> 
   const DataCopyExtParams run{static_cast<uint16_t>(rows), bytes, 0, 0, 0};
   DataCopyPad(to, from, run, DataCopyPadExtParams<T>{});
 }
+// `right` zeros behind each row of a copy, which fill it up to a whole block.
+template <typename T> __aicore__ inline DataCopyPadExtParams<T> ZerosBehind(uint32_t right) {
+  DataCopyPadExtParams<T> pad; // its value is 0
+  pad.isPad = right != 0;
+  pad.rightPadding = static_cast<uint8_t>(right);
+  return pad;
+}
 template <typename T>
 __aicore__ inline void StoreRows(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint32_t rows,
                                  uint32_t width) {

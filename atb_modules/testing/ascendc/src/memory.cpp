@@ -119,9 +119,16 @@ void Core::Write(Place place, size_t offset, size_t bytes, bool in_order) {
   std::memset(memory.written.data() + offset, 1, bytes);
 }
 
-Region &Core::Find(const void *address, size_t bytes, const char *verb) {
+int32_t Core::RegionAt(const void *base) const {
+  for (size_t i = 0; i < launch.regions.size(); ++i)
+    if (launch.regions[i].base == base && launch.regions[i].bytes != 0) return static_cast<int32_t>(i);
+  return -1;
+}
+
+Region &Core::Find(const void *address, size_t bytes, const char *verb, int32_t wanted) {
   const auto *at = static_cast<const uint8_t *>(address);
   for (size_t i = 0; i < launch.regions.size(); ++i) {
+    if (wanted >= 0 && i != static_cast<size_t>(wanted)) continue;
     Region &region = launch.regions[i];
     if (at < region.base || at >= region.base + region.bytes) continue;
     if (at + bytes > region.base + region.bytes)
@@ -150,9 +157,9 @@ std::string WhoIs(uint64_t cell) {
 }
 } // namespace
 
-void Core::ReadGlobal(const void *address, size_t bytes) {
+void Core::ReadGlobal(const void *address, size_t bytes, int32_t wanted) {
   if (bytes == 0) return;
-  Region &region = Find(address, bytes, "reads");
+  Region &region = Find(address, bytes, "reads", wanted);
   region.read += bytes;
   if (region.access == Access::In) return;
   const Clock &clock = clocks_[pipe_];
@@ -177,9 +184,9 @@ void Core::ReadGlobal(const void *address, size_t bytes) {
   }
 }
 
-void Core::WriteGlobal(const void *address, size_t bytes, bool adds) {
+void Core::WriteGlobal(const void *address, size_t bytes, bool adds, int32_t wanted) {
   if (bytes == 0) return;
-  Region &region = Find(address, bytes, "writes");
+  Region &region = Find(address, bytes, "writes", wanted);
   region.written += bytes;
   if (region.access == Access::In)
     Fail(std::string(op_) + " writes tensor " + std::to_string(region_) + ", which is an input");

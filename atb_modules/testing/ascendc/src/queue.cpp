@@ -95,10 +95,11 @@ void Trace(Core &core, Pipe pipe, const char *op, const Queue &queue, const Queu
 size_t AllocBuffer(Core &core, size_t index) {
   Queue &queue = core.queues[index];
   for (size_t tried = 0; tried < queue.buffers.size(); ++tried) {
-    const size_t i = queue.next;
-    queue.next = (queue.next + 1) % queue.buffers.size();
+    const size_t i =
+        (queue.cursor + tried) % queue.buffers.size(); // in turn: the one before may still be emptied
     QueueBuffer &buffer = queue.buffers[i];
     if (buffer.state != QueueBuffer::Free) continue;
+    queue.cursor = i + 1;
     buffer.state = QueueBuffer::Allocated;
     core.Learn(queue.source, buffer.freed);
     core.Poison(queue.place, buffer.offset, buffer.bytes);

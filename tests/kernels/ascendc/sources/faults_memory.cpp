@@ -162,3 +162,8 @@ extern "C" __global__ __aicore__ void queue_before_init(GM_ADDR x, GM_ADDR y, ui
   TQue<TPosition::VECIN, 1> queue;
   queue.AllocTensor<float>();
 }
+extern "C" __global__ __aicore__ void too_many_runs(GM_ADDR x, GM_ADDR y, uint32_t n) {
+  Parts p(x, y, n, 64);
+  LocalTensor<float> a = p.in.AllocTensor<float>();
+  DataCopyPad(a, p.x, DataCopyExtParams{4096, 4, 0, 0, 0}, DataCopyPadExtParams<float>{});
+}

@@ -26,6 +26,7 @@ inline const char *TileGated(const AtbSoc &soc, int32_t dtype, int64_t rows, int
   if (const char *reason = AtbCheckRows(soc, dtype, rows, width)) return reason;
   if (gate_step < width || up_step < width || gate_step > kAtbMost || up_step > kAtbMost)
     return "rows of gate and up are at least as far apart as they are long";
+  if (gate_step * e > kAtbMost || up_step * e > kAtbMost) return "rows are less than 4 GiB apart";
   GatedTiling t{};
   t.rows = static_cast<uint32_t>(rows);
   t.width = static_cast<uint32_t>(width);

@@ -36,6 +36,9 @@ inline const char *TileRotaryAppend(const AtbSoc &soc, int32_t dtype, int64_t to
   const int64_t e = AtbElement(dtype);
   if (page_size * AtbMax(head_dim, value_dim) * e > kAtbMost)
     return "the heads of a page are less than 4 GiB apart";
+  if (tokens > 1 &&
+      (q_step < 0 || k_step < 0 || v_step < 0 || AtbMax(AtbMax(q_step, k_step), v_step) > kAtbMost))
+    return "tokens of q, k and v are 0 to 2^32 - 1 elements apart";
   RotaryAppendTiling t{};
   t.tokens = static_cast<uint32_t>(tokens);
   t.heads = static_cast<uint32_t>(heads);

@@ -54,7 +54,7 @@ inline void CopyIn(const LocalTensor<T> &to, const GlobalTensor<T> &from, const 
   for (size_t row = 0; row < rows; ++row) {
     const auto source = from[row * global_step / sizeof(T)];
     source.Check(bytes / sizeof(T));
-    core.ReadGlobal(source.Raw(), bytes);
+    core.ReadGlobal(source.Raw(), bytes, source.region());
     core.Write(to.place(), to.offset() + row * local_step, bytes);
     if (bytes) std::memcpy(reinterpret_cast<uint8_t *>(to.Raw()) + row * local_step, source.Raw(), bytes);
   }
@@ -76,7 +76,7 @@ inline void CopyOut(const GlobalTensor<T> &to, const LocalTensor<T> &from, const
     const auto target = to[row * global_step / sizeof(T)];
     target.Check(bytes / sizeof(T));
     core.Read(from.place(), from.offset() + row * local_step, bytes);
-    core.WriteGlobal(target.Raw(), bytes, !core.atomic.empty());
+    core.WriteGlobal(target.Raw(), bytes, !core.atomic.empty(), target.region());
     Store(target.Raw(),
           reinterpret_cast<const T *>(reinterpret_cast<const uint8_t *>(from.Raw()) + row * local_step),
           bytes / sizeof(T), core.atomic);
@@ -84,6 +84,12 @@ inline void CopyOut(const GlobalTensor<T> &to, const LocalTensor<T> &from, const
   core.Note(from.place(), from.offset(), rows * bytes);
 }
 
+// The fields of the instruction: at most 4095 runs, each of at most 65535 blocks (DataCopy) or 2097151 bytes.
+inline void RequireRuns(size_t runs, size_t length, size_t most) {
+  if (runs < 1 || runs > 4095) Fail("a copy has 1 to 4095 runs, given " + std::to_string(runs));
+  if (length > most)
+    Fail("a run of a copy is at most " + std::to_string(most) + " long, given " + std::to_string(length));
+}
 inline void RequireBlocks(size_t bytes, const char *op) {
   if (bytes % 32 != 0)
     Fail(std::string(op) + ": " + std::to_string(bytes) +
@@ -113,6 +119,7 @@ inline void DataCopy(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint
 template <typename T>
 inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const DataCopyParams &p) {
   const size_t bytes = p.blockLen * 32ul;
+  emulation::RequireRuns(p.blockCount, p.blockLen, 65535);
   emulation::RequireBlocks(bytes, "DataCopy");
   emulation::CopyIn(to, from, "DataCopy", p.blockCount, bytes, bytes + p.srcStride * 32ul,
                     bytes + p.dstStride * 32ul);
@@ -120,6 +127,7 @@ inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, cons
 template <typename T>
 inline void DataCopy(const GlobalTensor<T> &to, const LocalTensor<T> &from, const DataCopyParams &p) {
   const size_t bytes = p.blockLen * 32ul;
+  emulation::RequireRuns(p.blockCount, p.blockLen, 65535);
   emulation::RequireBlocks(bytes, "DataCopy");
   emulation::CopyOut(to, from, "DataCopy", p.blockCount, bytes, bytes + p.dstStride * 32ul,
                      bytes + p.srcStride * 32ul);
@@ -129,6 +137,7 @@ template <typename T>
 inline void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const DataCopyExtParams &p,
                         const DataCopyPadExtParams<T> &pad) {
   emulation::RequirePads();
+  emulation::RequireRuns(p.blockCount, p.blockLen, 2097151);
   const size_t left = pad.leftPadding * sizeof(T), right = pad.rightPadding * sizeof(T);
   emulation::Require(left <= 32 && right <= 32, "DataCopyPad pads by at most 32 bytes on each side");
   emulation::RequireWhole<T>(p.blockLen, "DataCopyPad");
@@ -157,6 +166,7 @@ inline void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, c
 template <typename T>
 inline void DataCopyPad(const GlobalTensor<T> &to, const LocalTensor<T> &from, const DataCopyExtParams &p) {
   emulation::RequirePads();
+  emulation::RequireRuns(p.blockCount, p.blockLen, 2097151);
   emulation::RequireWhole<T>(p.blockLen, "DataCopyPad");
   emulation::RequireWhole<T>(p.dstStride, "DataCopyPad");
   emulation::CopyOut(to, from, "DataCopyPad", p.blockCount, p.blockLen, p.blockLen + size_t{p.dstStride},

@@ -92,7 +92,7 @@ struct Queue {
   int depth = 1;
   std::vector<QueueBuffer> buffers;
   std::vector<size_t> fifo;
-  size_t next = 0; // the buffers are given out in turn
+  size_t cursor = 0; // the buffer that is given next
 };
 // A row of the map of a memory: which buffer lies where.
 struct MapRow {
@@ -115,8 +115,10 @@ public:
   void Begin(Pipe pipe, const char *op);
   void Read(Place place, size_t offset, size_t bytes, bool in_order = false);
   void Write(Place place, size_t offset, size_t bytes, bool in_order = false);
-  void ReadGlobal(const void *address, size_t bytes);
-  void WriteGlobal(const void *address, size_t bytes, bool atomic);
+  // `region`: the tensor that the pointer was made from, where that is known; views of one memory overlap.
+  void ReadGlobal(const void *address, size_t bytes, int32_t region = -1);
+  void WriteGlobal(const void *address, size_t bytes, bool atomic, int32_t region = -1);
+  int32_t RegionAt(const void *base) const;            // the tensor that begins there; -1: none
   void Note(Place place, size_t offset, size_t bytes); // a row of the trace
 
   Clock Snapshot(Pipe pipe) const; // what holds when everything issued on the pipe so far has ended
@@ -142,7 +144,7 @@ public:
   std::array<uint8_t, 64> event_ids{};
 
 private:
-  Region &Find(const void *address, size_t bytes, const char *verb);
+  Region &Find(const void *address, size_t bytes, const char *verb, int32_t region);
   Pipe pipe_ = S;
   const char *op_ = "";
   uint32_t epoch_ = 0;

@@ -60,7 +60,7 @@ inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, cons
     for (size_t row = 0; row < p.nValue; ++row) {
       const auto source = from[matrix * p.srcNdMatrixStride + row * p.srcDValue];
       source.Check(p.dValue);
-      core.ReadGlobal(source.Raw(), p.dValue * sizeof(T));
+      core.ReadGlobal(source.Raw(), p.dValue * sizeof(T), source.region());
       bytes += p.dValue * sizeof(T);
       for (size_t column = 0; column < columns; ++column) {
         const size_t at =

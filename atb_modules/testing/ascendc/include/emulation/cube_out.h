@@ -66,7 +66,7 @@ inline void Fixpipe(const GlobalTensor<T> &to, const LocalTensor<U> &from, const
     }
     const auto target = to[i * p.dstStride];
     target.Check(p.nSize);
-    core.WriteGlobal(target.Raw(), p.nSize * sizeof(T), !core.atomic.empty());
+    core.WriteGlobal(target.Raw(), p.nSize * sizeof(T), !core.atomic.empty(), target.region());
     Store(target.Raw(), row.data(), row.size(), core.atomic);
   }
   core.Note(L0C, from.offset(), size_t{p.mSize} * p.nSize * sizeof(T));

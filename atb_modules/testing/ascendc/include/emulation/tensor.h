@@ -63,6 +63,7 @@ public:
                        "SetGlobalBuffer: the address is not aligned to the element");
     address_ = address;
     size_ = size;
+    region_ = emulation::Self().RegionAt(address);
   }
   uint64_t GetSize() const { return size_; }
   GlobalTensor operator[](uint64_t offset) const {
@@ -70,6 +71,7 @@ public:
     GlobalTensor rest;
     rest.address_ = address_ + offset;
     rest.size_ = size_ == ~0ull ? size_ : size_ - offset;
+    rest.region_ = region_;
     return rest;
   }
   const T *GetPhyAddr() const { return address_; }
@@ -77,13 +79,14 @@ public:
     auto &core = emulation::Self();
     Check(index + 1);
     core.Begin(emulation::S, "GetValue");
-    core.ReadGlobal(address_ + index, sizeof(T));
+    core.ReadGlobal(address_ + index, sizeof(T), region_);
     core.Note(emulation::GLOBAL, 0, sizeof(T));
     return address_[index];
   }
 
   // The emulation's own doors.
   T *Raw() const { return address_; }
+  int32_t region() const { return region_; }
   void Check(uint64_t end) const {
     emulation::Require(size_ == ~0ull || end <= size_,
                        "the access lies past the size given to SetGlobalBuffer");
@@ -92,6 +95,7 @@ public:
 private:
   T *address_ = nullptr;
   uint64_t size_ = 0;
+  int32_t region_ = -1;
 };
 
 namespace emulation {
