@@ -25,6 +25,7 @@ class AttentionStrategy(StrEnum):
     BLOCKED = "blocked"  # plain PyTorch a block of queries, over the keys that the structure leaves
     FLEX = "flex"  # torch's FlexAttention, compiled for the call; never chosen by AUTO
     CPU = "cpu"  # our C++ kernels
+    ASCEND = "ascend"  # torch_npu's fused operators
 
 
 class NormStrategy(StrEnum):
@@ -34,6 +35,7 @@ class NormStrategy(StrEnum):
     REFERENCE = "reference"
     TORCH = "torch"
     CPU = "cpu"
+    ASCEND = "ascend"
 
 
 class MLPStrategy(StrEnum):
@@ -43,6 +45,7 @@ class MLPStrategy(StrEnum):
     REFERENCE = "reference"
     TORCH = "torch"
     CPU = "cpu"
+    ASCEND = "ascend"
 
 
 class LinearStrategy(StrEnum):
@@ -52,6 +55,7 @@ class LinearStrategy(StrEnum):
     REFERENCE = "reference"
     TORCH = "torch"
     CPU = "cpu"
+    ASCEND = "ascend"
 
 
 class RotaryStrategy(StrEnum):
@@ -61,6 +65,7 @@ class RotaryStrategy(StrEnum):
     REFERENCE = "reference"
     TORCH = "torch"
     CPU = "cpu"
+    ASCEND = "ascend"
 
 
 class CacheStrategy(StrEnum):
@@ -70,6 +75,7 @@ class CacheStrategy(StrEnum):
     REFERENCE = "reference"
     TORCH = "torch"
     CPU = "cpu"
+    ASCEND = "ascend"
 
 
 class DecodeStrategy(StrEnum):

@@ -3,4 +3,4 @@
 The order of registration is the order of preference where costs do not decide.
 """
 
-from atb_modules.kernels import cpu, torch, reference  # noqa: F401, I001  (registration, in this order)
+from atb_modules.kernels import cpu, ascend, torch, reference  # noqa: F401, I001  (registration, in this order)

@@ -1,8 +1,9 @@
 """Predicted time of a kernel: work, bytes and calls times what each took when it was measured.
 
-Shipped data (``rates.json``), never timed at run time, so that a choice is the same on every run. The rates were fitted
-on two x86-64 cores with AVX-512 and are used as ratios between kernels, not as forecasts for a machine;
-``python -m benchmarks.cost_model`` fits them anew, and checks AUTO's choices on calls that the fit has not seen.
+Shipped data (``rates/``, a file for each kind of processor), never timed at run time, so that a choice is the same on
+every run. The rates were fitted on two x86-64 cores and are used as ratios between kernels, not as forecasts for a
+machine; ``python -m benchmarks.cost_model`` fits them anew, and checks AUTO's choices on calls that the fit has not
+seen.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from atb_modules.kernels import half_units
 
-from atb_modules.kernels.half_units import cpu_has_half_tiles, cpu_has_half_units
-
-RATES_FILE = Path(__file__).with_name("rates.json")
+RATES = Path(__file__).with_name("rates")
 
 
 @dataclass(frozen=True)
@@ -81,26 +80,27 @@ _GENERAL = {
 }
 
 
+#: On an NPU: the peak rates of a 910B1 (the vendor's numbers, not measured), half of them for products, and what a
+#: small kernel takes. The same for every strategy, since all launch kernels of one chip.
+_NPU = Rates(5.5e-15, 7e-13, 1e-5, score=2.8e-12, cell=1.4e-12, step=1e-6)
+
+
 def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
-    """The name in ``rates.json`` of a kernel's rates for such a call: by dtype and kind."""
-    kind = _kind(op, spec, traits)
-    name = f"{op}/{strategy}/{str(traits.dtype).removeprefix('torch.')}"
-    return name + _units(op, strategy, traits.dtype) + f"/{kind}" * bool(kind)
+    """The name of the rates of a kernel's such calls, in the files: by dtype, kind and variant."""
+    return _name(op, strategy, traits, _kind(op, spec, traits), _variant(op, traits))
 
 
-#: Kernels of attention that are made of PyTorch's fused one.
-_TORCH_FUSED = ("sdpa", "blocked")
+def _name(op: str, strategy: str, traits: Any, *words: str) -> str:
+    return "/".join((op, strategy, str(traits.dtype).removeprefix("torch."), *filter(None, words)))
 
 
-def _units(op: str, strategy: str, dtype: torch.dtype) -> str:
-    """What multiplies matrices of ``dtype`` in such a kernel on this CPU, as the names of rates say it.
+def rates_file() -> Path:
+    """The file of this kind of processor: what multiplies matrices in half precision decides which kernel is fast.
 
-    "+units" is tiles or, where a kernel makes use of them, dot products; "+dots" is that it makes no use of them.
+    "tiles" (AMX), "dots" (dot products of vectors, AVX-512 BF16) or "plain".
     """
-    if not cpu_has_half_units(dtype):
-        return ""
-    fused = op == "attention" and strategy in _TORCH_FUSED
-    return "+dots" if fused and not cpu_has_half_tiles(dtype) else "+units"
+    kind = "tiles" if half_units.BFLOAT16_TILES else "dots" if half_units.BFLOAT16_UNITS else "plain"
+    return RATES / f"{kind}.json"
 
 
 def _kind(op: str, spec: Any, traits: Any) -> str:
@@ -120,21 +120,18 @@ def _kind(op: str, spec: Any, traits: Any) -> str:
     return structure + " grad" * traits.requires_grad
 
 
-def _fitted() -> dict[tuple[str, str, torch.dtype, str], Rates]:
-    """The file's rates by (op, strategy, dtype, kind), those for this processor.
+def _variant(op: str, traits: Any) -> str:
+    """Which of several computations a row op is asked for, where one kernel is good at some of them."""
+    if op == "gated_activation":
+        return str(traits.kind)
+    return "interleaved" if op == "rotary" and traits.interleaved else ""
 
-    Half precision without use of the processor's units is as fast as float32, as long as nothing else is measured.
-    """
+
+def _fitted() -> dict[str, Rates]:
+    """The rates by :func:`key`; what was not measured on this kind of processor is taken from the others."""
     table = {}
-    for name, values in json.loads(RATES_FILE.read_text()).items():
-        op, strategy, dtype_name, *kind = name.split("/")
-        plain, plus, units = dtype_name.partition("+")
-        dtype = getattr(torch, plain)
-        if _units(op, strategy, dtype) == plus + units:
-            table[op, strategy, dtype, kind[0] if kind else ""] = Rates(*values)
-    for (op, strategy, dtype, kind_of), rates in list(table.items()):
-        if dtype == torch.float32 and _units(op, strategy, torch.bfloat16) == "+dots":
-            table.setdefault((op, strategy, torch.bfloat16, kind_of), rates)
+    for file in (RATES / "dots.json", RATES / "plain.json", rates_file()):
+        table.update({name: Rates(*values) for name, values in json.loads(file.read_text()).items()})
     return table
 
 
@@ -143,5 +140,8 @@ _FITTED = _fitted()
 
 def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
-    rates = _FITTED.get((op, strategy, traits.dtype, _kind(op, spec, traits))) or _GENERAL[strategy]
+    if traits.device_type == "npu":
+        return _NPU.seconds(cost)
+    rates = _FITTED.get(key(op, strategy, spec, traits))
+    rates = rates or _FITTED.get(_name(op, strategy, traits, _kind(op, spec, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)

@@ -154,6 +154,11 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def forget_choices() -> None:
+    """Ask every kernel again at the next call: what ``reasons()`` depend on beside spec and traits has changed."""
+    _CHOICES.clear()
+
+
 def kernels(op: str) -> tuple[Kernel, ...]:
     """The registered kernels of ``op`` in order of registration."""
     if op not in _KERNELS:

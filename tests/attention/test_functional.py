@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from atb_modules import AttentionSpec, KVCacheManager, ops
 from atb_modules.kernels.reference.attention import attention_reference, paged_attention_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.ops import attention, cache_append, paged_attention
 from atb_modules.testing import (
     assert_parity,
@@ -20,9 +19,10 @@ from atb_modules.testing import (
     poisoned_memory,
     summation_orders,
 )
+from atb_modules.testing.devices import tested_strategies
 
-STRATEGIES = [kernel.strategy for kernel in kernels("attention")]
-PAGED = [kernel.strategy for kernel in kernels("paged_attention")]
+STRATEGIES = tested_strategies("attention")
+PAGED = tested_strategies("paged_attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from atb_modules.attention.merge import merge_attention
 from atb_modules.kernels.reference.attention import attention_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.ops import attention
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import fresh_generator
+from atb_modules.testing.devices import tested_strategies
 
-STRATEGIES = [kernel.strategy.value for kernel in kernels("attention") if kernel.strategy not in ("sdpa", "flex")]
+STRATEGIES = [s.value for s in tested_strategies("attention") if s not in ("sdpa", "flex")]
 
 
 def in_parts(q, k, v, mask, cuts, strategy, sinks=None):

@@ -15,13 +15,23 @@ from atb_modules.spec import AttentionSpec
 SPECS = [AttentionSpec(), AttentionSpec(causal=True), AttentionSpec(causal=True, window=(64, None), global_tokens=2)]
 
 
-def test_the_rates_are_finite_and_belong_to_kernels():
-    stored = json.loads(costs.RATES_FILE.read_text())
-    assert len(stored) > 100
+@pytest.mark.parametrize("kind", ["tiles", "dots", "plain"])
+def test_the_rates_are_finite_and_belong_to_kernels(kind):
+    stored = json.loads((costs.RATES / f"{kind}.json").read_text())
+    assert len(stored) > 70
     for name, rates in stored.items():
         op, strategy, *_ = name.split("/")
         assert strategy in [kernel.strategy.value for kernel in kernels(op)], name
         assert len(rates) == 6 and all(0.0 <= rate < 1.0 for rate in rates) and any(rates), name
+
+
+def test_every_kind_of_processor_knows_the_same_kernels(monkeypatch):
+    tables = []
+    for units, tiles in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(half_units, "BFLOAT16_UNITS", units)
+        monkeypatch.setattr(half_units, "BFLOAT16_TILES", tiles)
+        tables.append(costs._fitted())
+    assert tables[0].keys() >= tables[1].keys() == tables[2].keys()
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -44,30 +54,27 @@ def test_a_kernel_without_rates_of_its_own_has_those_of_its_strategy():
     for op in ("cache_append", "paged_attention", "moe", "decode_layer"):
         for kernel in kernels(op):
             cost = costs.Cost(operations=1e6, bytes=1e6)
-            traits = type("Traits", (), {"dtype": torch.float64, "requires_grad": False})()
+            where = kernel.device_types[0] if kernel.device_types else "cpu"
+            fields = {"dtype": torch.float64, "requires_grad": False, "device_type": where}
+            traits = type("Traits", (), fields)()
             assert 0.0 < costs.predicted_seconds(op, kernel.strategy.value, None, traits, cost) < 1.0
 
 
-@pytest.mark.parametrize("strategy", ["sdpa", "blocked", "eager", "cpu"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_torchs_fused_attention_in_bfloat16_is_fast_by_tiles_alone(strategy, masked, monkeypatch):
-    """Measured on a processor with AVX-512 BF16 and without AMX: 0.8 to 1.0 of the time of float32, masked or not."""
+def test_torchs_fused_attention_in_bfloat16_is_fast_by_tiles_alone(masked, monkeypatch):
+    """Measured: with AVX-512 BF16 alone it takes about the time of float32, with AMX far less."""
 
-    def predicted(dtype, units, tiles):
-        monkeypatch.setattr(half_units, "BFLOAT16_UNITS", units)
+    def predicted(dtype, tiles):
+        monkeypatch.setattr(half_units, "BFLOAT16_UNITS", True)
         monkeypatch.setattr(half_units, "BFLOAT16_TILES", tiles)
         monkeypatch.setattr(costs, "_FITTED", costs._fitted())
         q = torch.empty(1, 8, 1024, 128, dtype=dtype)
         mask = torch.ones(1024, 1024, dtype=torch.bool) if masked else None
         table = explain_call(attention, q, q, q, mask=mask)
-        return next(row.predicted_seconds for row in table.rows if row.strategy == strategy)
+        return next(row.predicted_seconds for row in table.rows if row.strategy == "sdpa")
 
-    wide = predicted(torch.float32, True, False)
-    dots, tiles = predicted(torch.bfloat16, True, False), predicted(torch.bfloat16, True, True)
-    if strategy in ("sdpa", "blocked"):
-        assert tiles < 0.7 * wide and 0.8 * wide < dots <= wide
-    else:
-        assert dots == tiles
+    assert predicted(torch.bfloat16, True) < 0.7 * predicted(torch.float32, True)
+    assert predicted(torch.bfloat16, False) > 0.7 * predicted(torch.float32, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -17,15 +17,15 @@ from atb_modules.kernels.reference.norm import (
     rms_norm_reference,
 )
 from atb_modules.kernels.reference.rotary import rotary_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.testing import assert_parity, fresh_generator, poisoned_memory
+from atb_modules.testing.devices import tested_strategies
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 7), (1, 1, 1), (2, 5, 64), (4, 1030), (0, 16), (130, 576)]
 
 
 def strategies(op):
-    return pytest.mark.parametrize("strategy", [kernel.strategy for kernel in kernels(op)], ids=str)
+    return pytest.mark.parametrize("strategy", tested_strategies(op), ids=str)
 
 
 def randn(shape, generator, dtype=torch.float32):
@@ -140,6 +140,10 @@ def test_gated_activation(strategy, kind, dtype):
     for shape in SHAPES:
         fused = 3.0 * randn((*shape[:-1], 2 * shape[-1]), generator, dtype)
         gate, up = fused.split(shape[-1], dim=-1)
+        if (strategy, kind) == ("ascend", "relu2"):  # torch_npu has no such operator
+            with pytest.raises(ValueError, match="no gated operator of kind 'relu2'"):
+                ops.gated_activation(gate, up, kind, strategy=strategy)
+            continue
         check(
             lambda g, u: ops.gated_activation(g, u, kind, strategy=strategy),
             lambda g, u: gated_activation_reference(g, u, kind),

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from atb_modules import ops
 from atb_modules.kernels.reference.mlp import mlp_residual_norm_reference
 from atb_modules.kernels.reference.norm import modulated_norm_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.testing import assert_parity, fresh_generator, poisoned_memory
+from atb_modules.testing.devices import tested_strategies
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = ["layernorm", "rmsnorm"]
 
 
 def strategies(op):
-    return pytest.mark.parametrize("strategy", [kernel.strategy for kernel in kernels(op)], ids=str)
+    return pytest.mark.parametrize("strategy", tested_strategies(op), ids=str)
 
 
 def randn(shape, generator, dtype=torch.float32):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from atb_modules.kernels.reference.attention import attention_reference
-from atb_modules.kernels.registry import kernels
 from atb_modules.ops import attention
 from atb_modules.overlays import Overlays
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, plain_attention, poisoned_memory, summation_orders
+from atb_modules.testing.devices import tested_strategies
 
-STRATEGIES = [kernel.strategy for kernel in kernels("attention")]
+STRATEGIES = tested_strategies("attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

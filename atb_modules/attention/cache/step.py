@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from atb_modules.kernels.host_values import remember
 
 from .book import PageBook
 
@@ -114,6 +117,8 @@ class StepBuilder:
                 part.to(self._device) for part in (cu_seqlens, positions, kv_lengths, *slots, *tables)
             )
             slots, tables = rest[: len(slots)], rest[len(slots) :]
+            starts = [0, *itertools.accumulate(lengths)]
+            remember(cu_seqlens, starts), remember(kv_lengths, total)  # kernels that want lists need not wait for them
         return CacheStep(
             query_lengths=lengths,
             past_lengths=past,

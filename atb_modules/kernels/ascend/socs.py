@@ -1,8 +1,8 @@
 """Ascend systems on chip, as numbers: what the planner, the tilings and the constraints of kernels are computed from.
 
 Sources: the vendor's platform files for cores, memories and clocks. Peak rates are derived, not measured: cube products
-as 2 x 16^3 operations a core and cycle, bandwidth as the memory's bytes a core and cycle. They are priors until somebody
-calibrates them on hardware.
+as 2 x 16^3 operations a core and cycle, bandwidth as the memory's bytes a core and cycle. They are priors until
+somebody calibrates them on hardware.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from atb_modules.testing.quantized import code_products_bound
+
 OPS = torch.ops.atb_modules
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -217,8 +219,55 @@ def test_int8_pages(isa, heads, kv_heads, head_dim, page_size, left, query_lengt
     cu = torch.tensor([0, *query_lengths]).cumsum(0).int()
     where = table, torch.tensor([37, 1, 70], dtype=torch.int32), cu, None, None, True, left, -1, 0.1, 0.0
     q = torch.randn((sum(query_lengths), heads, head_dim), generator=g)
-    ours = OPS.paged_attention(q, *codes.unbind(), *where, *scales.unbind())
-    torch.testing.assert_close(ours, OPS.paged_attention(q, *values.unbind(), *where), atol=1e-5, rtol=1e-5)
+    ours = OPS.paged_attention(q, *codes.unbind(), *where, *scales.unbind())[0]
+    bound = code_products_bound(q, *(float(v.abs().max()) for v in values), scale=0.1)[..., None].float()
+    close = (ours - OPS.paged_attention(q, *values.unbind(), *where)[0]).abs()
+    assert (close <= 1e-5 + bound).all()
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 200])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+def test_int8_codes_of_every_shape(isa, head_dim, group):
+    """Sinks, softcap, slopes, windows and ragged lengths over products of bytes; the average error is far smaller."""
+    g = torch.Generator().manual_seed(head_dim + group)
+    lengths, page_size, kv_heads = [1, 15, 17, 64, 200, 331], 48, 2
+    pages = sum(-(-n // page_size) for n in lengths)
+    codes = torch.randint(-127, 128, (2, pages, kv_heads, page_size, head_dim), generator=g, dtype=torch.int8)
+    scales = torch.rand(2, pages, kv_heads, generator=g) / 50
+    values = codes * scales[..., None, None]
+    table, free = torch.full((len(lengths), 7), -1, dtype=torch.int32), iter(torch.randperm(pages, generator=g))
+    for row, n in enumerate(lengths):
+        for block in range(-(-n // page_size)):
+            table[row, block] = next(free)
+    cu = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    q = torch.randn(len(lengths), kv_heads * group, head_dim, generator=g)
+    sinks, slopes = torch.randn(kv_heads * group, generator=g), torch.rand(kv_heads * group, generator=g) / 10
+    for extras, left, softcap in ((None, -1, 0.0), (sinks, 70, 0.0), (None, -1, 5.0)):
+        alibi = None if extras is None else slopes
+        where = table, torch.tensor(lengths).int(), cu, extras, alibi, True, left, -1, head_dim**-0.5, softcap
+        ours, lse = OPS.paged_attention(q, *codes.unbind(), *where, *scales.unbind())
+        want, want_lse = OPS.paged_attention(q, *values.unbind(), *where)
+        torch.testing.assert_close(ours, want, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(lse, want_lse, atol=2e-4, rtol=2e-4)
+        assert (ours - want).square().mean().sqrt() <= 1e-4 * want.square().mean().sqrt() + 1e-7
+
+
+@pytest.mark.parametrize("where", ["query", "key scale", "value scale"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_over_int8_pages(isa, where, value):
+    g = torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, (2, 2, 1, 16, 64), generator=g, dtype=torch.int8)
+    scales, q = torch.rand(2, 2, 1, generator=g), torch.randn(2, 4, 64, generator=g)
+    if where == "query":
+        q[0, 1, 5] = value
+    else:
+        scales[int(where == "value scale"), 0, 0] = value
+    table, lengths, cu = torch.tensor([[0], [1]]).int(), torch.tensor([16, 16]).int(), torch.arange(3).int()
+    out, _ = OPS.paged_attention(
+        q, *codes.unbind(), table, lengths, cu, None, None, True, -1, -1, 0.1, 0.0, *scales.unbind()
+    )
+    hit = out[0, 1] if where == "query" else out[0]
+    assert not torch.isfinite(hit).all() and torch.isfinite(out[1]).all()
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 37, 64, 70])

@@ -269,9 +269,9 @@ void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b,
     attend_pages<bf16>(s, q, b, h, begin, end, partial);
   else if (page_dtype == ATB_F16)
     attend_pages<f16>(s, q, b, h, begin, end, partial);
-  else if (page_dtype == ATB_I8)
-    attend_pages<int8_t>(s, q, b, h, begin, end, partial);
-  else
+  else if (page_dtype == ATB_I8) {
+    if (!attend_codes(s, q, b, h, begin, end, partial)) attend_pages<int8_t>(s, q, b, h, begin, end, partial);
+  } else
     attend_pages<float>(s, q, b, h, begin, end, partial);
 }
 

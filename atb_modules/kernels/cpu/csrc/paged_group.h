@@ -25,6 +25,11 @@ struct PagedKeys {
 void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin,
                   int64_t end, float *partial);
 
+// The same over int8 pages by products of bytes; false where it cannot, and has done nothing: a processor without
+// AVX-512 VNNI, pages of fewer than 16 tokens, queries that are not finite.
+bool attend_codes(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
+                  float *partial);
+
 // Merges the partial results of unit (b, h) that `count` threads left: out (group, head_dim) float32, lse
 // optional.
 void combine(const PagedKeys &s, int count, const float *partials, int64_t b, int64_t h, float *out,

@@ -1,0 +1,60 @@
+"""Which chip the NPU kernels have to reckon with, and whether torch_npu is there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from atb_modules.kernels.ascend.socs import Soc, find_soc
+
+_ASSUMED: ContextVar[Soc | None] = ContextVar("atb_modules_assumed_soc", default=None)
+
+
+@functools.cache
+def _found_soc() -> Soc | str:
+    """The chip of the first NPU, or why none is known."""
+    npu = getattr(torch, "npu", None)
+    if npu is None:
+        return "torch_npu is not imported"
+    try:
+        name = npu.get_device_name(0)
+    except Exception as error:  # whatever the driver says
+        return f"no NPU answers ({error})"
+    try:
+        return find_soc(name)
+    except ValueError:
+        return f"the chip {name!r} is not among those whose rules are known"
+
+
+def current_soc() -> Soc | None:
+    """The chip whose rules hold: the assumed one, else that of the first NPU; None without one."""
+    assumed = _ASSUMED.get()
+    if assumed is not None:
+        return assumed
+    found = _found_soc()
+    return found if isinstance(found, Soc) else None
+
+
+def missing_soc() -> str:
+    """Why ``current_soc`` is None."""
+    found = _found_soc()
+    return found if isinstance(found, str) else ""
+
+
+@contextlib.contextmanager
+def assume_soc(soc: str | Soc) -> Iterator[Soc]:
+    """Inside, ``reasons()`` of NPU kernels are those of this chip; for planning and tests away from it."""
+    from atb_modules.kernels import registry
+
+    chip = soc if isinstance(soc, Soc) else find_soc(soc)
+    token = _ASSUMED.set(chip)
+    registry.forget_choices()
+    try:
+        yield chip
+    finally:
+        _ASSUMED.reset(token)
+        registry.forget_choices()

@@ -1,0 +1,53 @@
+"""Tensors that are computed from other tensors once and kept as long as those live: masks, slots and angles of a step.
+
+All layers of a step get the same lengths, slots and angles; what an operator wants made of them is made for the first
+layer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+
+_DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_CONSTANTS: dict[Hashable, Tensor] = {}
+
+
+def _passing(tensor: Tensor) -> bool:
+    """Whether results must not be kept: traced, fake, or recorded for a gradient."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.requires_grad
+
+
+def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
+    """``make()``, or what it returned for the same ``source``, unchanged since, and the same ``what``."""
+    if _passing(source):
+        return make()
+    version = -1 if source.is_inference() else source._version
+    table = _DERIVED.get(source)
+    if table is None or table[0] != version:
+        table = (version, {})
+        _DERIVED[source] = table
+    kept = table[1]
+    if what not in kept:
+        with torch.no_grad():
+            kept[what] = make()
+    return kept[what]
+
+
+def constant(what: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """``make()``, a tensor on ``device`` that never changes, made once a device."""
+    key = (what, device)
+    if key in _CONSTANTS:
+        return _CONSTANTS[key]
+    with torch.inference_mode(False), torch.no_grad():
+        made = make()
+    if not (torch.compiler.is_compiling() or isinstance(made, FakeTensor)):
+        _CONSTANTS[key] = made
+    return made

@@ -1,0 +1,81 @@
+"""The registry's record of attention on NPUs: the documented limits of the two fused operators, and the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from atb_modules.kernels.ascend.ops_attention import attention_ascend
+from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype
+from atb_modules.kernels.ascend.structure import LARGEST_MASK, compressible
+from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.registry import Kernel, register
+from atb_modules.kernels.traits import AttentionTraits
+from atb_modules.spec import AttentionSpec, Causal
+from atb_modules.strategies import AttentionStrategy
+
+
+def _needs_full_mask(spec: AttentionSpec, traits: AttentionTraits) -> bool:
+    if traits.mask != "none" or traits.has_alibi or traits.has_images or traits.has_block_mask:
+        return True
+    return not compressible(spec, traits.q_len, traits.kv_len, packed=bool(traits.segments))
+
+
+def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
+    operator = "npu_fusion_attention"
+    yield from chip_and_dtype(traits, operator, FLOATS, on_310p=False)
+    if spec.softcap is not None:
+        yield f"{operator} has no softcap"
+    if traits.dropout:
+        yield "dropout inside the operator draws from a generator of its own and is not checked"
+    if traits.bias_requires_grad:
+        yield f"{operator} returns no gradient of a bias"
+    if traits.head_dim > 768:
+        yield f"{operator} takes head sizes up to 768, the call has {traits.head_dim}"
+    if traits.value_dim > traits.head_dim:
+        yield f"{operator} takes value sizes up to the head size {traits.head_dim}, the call has {traits.value_dim}"
+    if traits.num_heads > 256:
+        yield f"{operator} takes up to 256 heads, the call has {traits.num_heads}"
+    if traits.need_lse and traits.requires_grad and traits.head_dim > 752:
+        yield "the gradient of the LSE takes 16 channels more than the head size, which may be 768 at most"
+    if (traits.mask == "float" or traits.has_alibi) and traits.dtype.itemsize < 4:
+        yield f"{operator} rounds what is added to the scores to the dtype of the queries"
+    if traits.segments:
+        if traits.segments > 2048:
+            yield f"{operator} takes up to 2048 packed sequences, the call has {traits.segments}"
+        if traits.mask == "float" or traits.has_alibi:
+            yield f"{operator} takes no bias in its packed layout"
+        if traits.mask == "bool" or traits.has_images or traits.has_block_mask or spec.has_overlays:
+            yield f"the packed layout of {operator} knows causality and windows alone"
+        if spec.causal is Causal.TOP_LEFT:
+            yield f"the packed layout of {operator} aligns causality at the lower right"
+    elif _needs_full_mask(spec, traits):
+        elements = max(traits.mask_elements, traits.q_len * traits.kv_len)
+        if traits.has_block_mask:
+            elements = traits.batch * traits.num_heads * traits.q_len * traits.kv_len
+        if elements > LARGEST_MASK:
+            yield f"the structure needs a full mask of {elements} elements, more than {LARGEST_MASK}"
+
+
+def attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str, ...]:
+    return tuple(_attention_reasons(spec, traits))
+
+
+def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+    pairs = traits.pairs if traits.seen is None else traits.seen
+    passes = 3.5 if traits.requires_grad else 1.0
+    mask = traits.q_len * traits.kv_len if _needs_full_mask(spec, traits) and not traits.segments else 0
+    operations = 2.0 * pairs * (traits.head_dim + traits.value_dim) * passes
+    return Cost(operations=operations, bytes=traits.bytes * passes, calls=passes, cells=3.0 * mask)
+
+
+register(
+    Kernel(
+        "attention",
+        AttentionStrategy.ASCEND,
+        attention_ascend,
+        attention_reasons,
+        _attention_cost,
+        device_types=("npu",),
+        transformable=False,
+    )
+)

@@ -1,0 +1,163 @@
+"""The registry's records of row ops on NPUs: norms, gated activations, rotations, cache writes, paged attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from atb_modules.kernels.ascend import ops_paged, ops_rows
+from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, short
+from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.registry import Kernel, register
+from atb_modules.kernels.traits import (
+    ActivationTraits,
+    CacheAppendTraits,
+    NormTraits,
+    PagedAttentionTraits,
+    RotaryTraits,
+)
+from atb_modules.spec import AttentionSpec
+from atb_modules.strategies import AttentionStrategy, CacheStrategy, MLPStrategy, NormStrategy, RotaryStrategy
+
+
+def _norm_reasons(operator: str, on_310p: bool = True):
+    def reasons(spec: None, traits: NormTraits) -> Iterator[str]:
+        yield from chip_and_dtype(traits, operator, FLOATS, on_310p)
+
+    return lambda spec, traits: tuple(reasons(spec, traits))
+
+
+def _norm_cost(passes: float):
+    def cost(spec: None, traits: NormTraits) -> Cost:
+        elements = 1.0 * traits.rows * traits.width * traits.dtype.itemsize
+        return Cost(
+            bytes=passes * elements * (2.5 if traits.requires_grad else 1.0), calls=2.0 - (not traits.requires_grad)
+        )
+
+    return cost
+
+
+def _activation_reasons(spec: None, traits: ActivationTraits) -> tuple[str, ...]:
+    def reasons() -> Iterator[str]:
+        operator = "npu_swiglu" if traits.kind == "silu" else "npu_geglu"
+        yield from chip_and_dtype(traits, operator, FLOATS, on_310p=traits.kind != "silu")
+        if traits.kind not in ("silu", "gelu", "gelu_tanh"):
+            yield f"torch_npu has no gated operator of kind {traits.kind!r}"
+
+    return tuple(reasons())
+
+
+def _activation_cost(spec: None, traits: ActivationTraits) -> Cost:
+    elements = 1.0 * traits.rows * traits.width * traits.dtype.itemsize
+    joined = 0.0 if not traits.contiguous and not traits.requires_grad else 4.0
+    return Cost(bytes=(3.0 + joined) * elements * (2.5 if traits.requires_grad else 1.0), calls=2.0 if joined else 1.0)
+
+
+def _rotary_reasons(spec: None, traits: RotaryTraits) -> tuple[str, ...]:
+    def reasons() -> Iterator[str]:
+        yield from chip_and_dtype(traits, "npu_rotary_mul", FLOATS)
+        if traits.rotary_dim >= 896:
+            yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.rotary_dim}"
+        if traits.interleaved and traits.num_heads >= 1000:
+            yield f"npu_rotary_mul takes fewer than 1000 heads where neighbours turn, the call has {traits.num_heads}"
+
+    return tuple(reasons())
+
+
+def _rotary_cost(spec: None, traits: RotaryTraits) -> Cost:
+    elements = 1.0 * traits.tokens * traits.num_heads * traits.head_dim
+    casts = 0.0 if traits.dtype.itemsize == 4 else 2.0
+    return Cost(bytes=elements * (8.0 + 6.0 * casts), calls=1.0 + casts)
+
+
+def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
+    def reasons() -> Iterator[str]:
+        operator = "atb::_npu_reshape_and_cache"
+        yield from chip_and_dtype(traits, operator, FLOATS, on_310p=False)
+        if traits.page_dtype not in FLOATS:
+            yield f"{operator} writes no codes, the pages are {short(traits.page_dtype)}"
+        if traits.rotary and traits.head_dim >= 896:
+            yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.head_dim}"
+
+    return tuple(reasons())
+
+
+def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
+    elements = 1.0 * traits.tokens * traits.num_kv_heads * traits.head_dim * traits.dtype.itemsize
+    return Cost(bytes=(16.0 if traits.rotary else 4.0) * elements, calls=6.0 if traits.rotary else 1.0)
+
+
+def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
+    operator = "npu_fused_infer_attention_score_v2"
+    yield from chip_and_dtype(traits, operator, HALVES, on_310p=False)
+    if traits.page_dtype != traits.dtype:
+        yield f"{operator} takes pages of the queries' {short(traits.dtype)}, these are {short(traits.page_dtype)}"
+    if spec.softcap is not None:
+        yield f"{operator} has no softcap"
+    if traits.has_sinks:
+        yield f"{operator} takes sinks in its packed layouts alone"
+    if traits.has_alibi:
+        yield f"{operator} takes no slopes"
+    if spec.has_overlays:
+        yield f"{operator} knows causality and windows alone"
+    if traits.head_dim > 512 or traits.head_dim % 16:
+        yield f"{operator} takes head sizes up to 512 in steps of 16, the call has {traits.head_dim}"
+    if traits.num_heads // traits.num_kv_heads > 64:
+        yield f"{operator} takes up to 64 heads on a key head, the call has {traits.num_heads // traits.num_kv_heads}"
+    if traits.num_heads > 256:
+        yield f"{operator} takes up to 256 heads, the call has {traits.num_heads}"
+    if traits.page_size % 16 or not 16 <= traits.page_size <= 512:
+        yield f"{operator} takes pages of 16 to 512 tokens in steps of 16, these have {traits.page_size}"
+
+
+def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
+    kv_len = 1.0 * traits.max_blocks * traits.page_size
+    if spec.left is not None and traits.total == traits.batch:
+        kv_len = min(kv_len, spec.left + 1.0)
+    moved = 2.0 * traits.batch * traits.num_kv_heads * kv_len * traits.head_dim * traits.dtype.itemsize
+    gathers = traits.total > traits.batch and traits.page_size % 128 != 0
+    return Cost(
+        operations=4.0 * traits.total * traits.num_heads * kv_len * traits.head_dim,
+        bytes=moved * (3.0 if gathers else 1.0),
+        calls=3.0 + (6.0 * traits.batch if gathers else 0.0),
+    )
+
+
+def _add(op: str, strategy: Any, function: Any, reasons: Any, cost: Any, transformable: bool = True) -> None:
+    register(Kernel(op, strategy, function, reasons, cost, device_types=("npu",), transformable=transformable))
+
+
+_add("rms_norm", NormStrategy.ASCEND, ops_rows.rms_norm_ascend, _norm_reasons("npu_rms_norm"), _norm_cost(2.0))
+_add(
+    "add_rms_norm",
+    NormStrategy.ASCEND,
+    ops_rows.add_rms_norm_ascend,
+    _norm_reasons("npu_add_rms_norm"),
+    _norm_cost(4.0),
+    transformable=False,
+)
+_add("layer_norm", NormStrategy.ASCEND, ops_rows.layer_norm_ascend, _norm_reasons("native_layer_norm"), _norm_cost(2.0))
+_add(
+    "add_layer_norm",
+    NormStrategy.ASCEND,
+    ops_rows.add_layer_norm_ascend,
+    _norm_reasons("npu_add_layer_norm"),
+    _norm_cost(4.0),
+)
+_add(
+    "gated_activation",
+    MLPStrategy.ASCEND,
+    ops_rows.gated_activation_ascend,
+    _activation_reasons,
+    _activation_cost,
+)
+_add("rotary", RotaryStrategy.ASCEND, ops_rows.rotary_ascend, _rotary_reasons, _rotary_cost)
+_add("cache_append", CacheStrategy.ASCEND, ops_paged.cache_append_ascend, _append_reasons, _append_cost)
+_add("rotary_append", CacheStrategy.ASCEND, ops_paged.rotary_append_ascend, _append_reasons, _append_cost)
+_add(
+    "paged_attention",
+    AttentionStrategy.ASCEND,
+    ops_paged.paged_attention_ascend,
+    lambda spec, traits: tuple(_paged(spec, traits)),
+    _paged_cost,
+)
