@@ -87,6 +87,26 @@ def test_what_booted_is_printed():
     assert "SoC         Ascend910_9391 (ascend910_93), 2 device(s)" in done.stdout
 
 
+def test_two_devices():
+    code = """
+import torch
+from atb_modules.testing.npu import EmulatedNPU, OperatorError, boot
+boot(devices=2)
+with EmulatedNPU() as emulated:
+    x = torch.arange(4.0).to("npu:1")
+    y = (x + 1).to("npu:0")
+    assert x.device.index == 1 and y.device.index == 0 and y.tolist() == [1, 2, 3, 4]
+    assert torch.ones(2, device="npu:1").device.index == 1
+    try:
+        torch.ops.npu.npu_rms_norm(x[None], y)
+    except OperatorError as error:
+        print(error)
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "tensors lie on several devices: input on npu:1, gamma on npu:0" in done.stdout
+
+
 def test_stubs_are_built_once(booted_npu, monkeypatch):
     def never(*_):
         raise AssertionError("built again")

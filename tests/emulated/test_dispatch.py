@@ -214,6 +214,12 @@ def test_waits_of_the_host_are_logged_and_can_be_forbidden(npu, name):
         WAITING[name](torch.ones(4, device=DEVICE))
 
 
+@pytest.mark.parametrize("wait", [lambda: torch.npu.synchronize(), lambda: torch.npu.current_stream().synchronize()])
+def test_waits_that_are_no_operators_show_when_the_block_ends(npu, wait):
+    with pytest.raises(HostSyncError, match="a stream, an event or the device"), npu.forbid_host_sync():
+        wait()
+
+
 def test_work_without_waits_is_allowed(npu):
     with npu.forbid_host_sync():
         x = torch.ones(4, 6).to(DEVICE)
