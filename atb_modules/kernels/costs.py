@@ -83,6 +83,8 @@ _GENERAL = {
 #: On an NPU: the peak rates of a 910B1 (the vendor's numbers, not measured), half of them for products, and what a
 #: small kernel takes. The same for every strategy, since all launch kernels of one chip.
 _NPU = Rates(5.5e-15, 7e-13, 1e-5, score=2.8e-12, cell=1.4e-12, step=1e-6)
+#: What counts as one call of plain PyTorch is several launches there; a prior, too.
+_NPU_UNFUSED = 4.0
 
 
 def key(op: str, strategy: str, spec: Any, traits: Any) -> str:
@@ -141,7 +143,7 @@ _FITTED = _fitted()
 def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
     if traits.device_type == "npu":
-        return _NPU.seconds(cost)
+        return _NPU.seconds(cost) * (1.0 if strategy == "ascend" else _NPU_UNFUSED)
     rates = _FITTED.get(key(op, strategy, spec, traits))
     rates = rates or _FITTED.get(_name(op, strategy, traits, _kind(op, spec, traits))) or _GENERAL[strategy]
     return rates.seconds(cost)

@@ -129,6 +129,8 @@ _LOGGED: set[tuple[Any, ...]] = set()
 #: What was chosen for a call: spec and traits alone decide, and asking every kernel takes longer than a small call.
 _CHOICES: dict[tuple[str, StrEnum, Any, Traits], Kernel] = {}
 _MOST_CHOICES = 4096
+#: called by ``forget_choices``: those who keep what they made of choices
+WHEN_FORGOTTEN: list[Callable[[], None]] = []
 _RECORDING: ContextVar[dict[tuple[str, str], Explanation] | None] = ContextVar("atb_modules_choices", default=None)
 _EXPLAINING: ContextVar[bool] = ContextVar("atb_modules_explaining", default=False)
 
@@ -157,6 +159,8 @@ def register(kernel: Kernel) -> Kernel:
 def forget_choices() -> None:
     """Ask every kernel again at the next call: what ``reasons()`` depend on beside spec and traits has changed."""
     _CHOICES.clear()
+    for forget in WHEN_FORGOTTEN:
+        forget()
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:

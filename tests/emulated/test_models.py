@@ -1,4 +1,4 @@
-"""Our own modules on the emulated NPU, with whatever kernels serve them there, against the CPU."""
+"""Layers and whole models on the emulated NPU against the CPU: outputs, gradients, tokens, and what was launched."""
 
 from __future__ import annotations
 
@@ -7,77 +7,124 @@ import copy
 import pytest
 import torch
 
-import atb_modules as atb
+from atb_modules import MultiModalAttention, TransformerLayer
+from atb_modules.attention.rope import RotaryConfig
 from atb_modules.models.config import ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.testing import fresh_generator
 
-from .helpers import DEVICE, draw
+#: what attention and norms are made of where no fused operator serves them
+UNFUSED = (
+    "aten::_softmax",
+    "aten::softmax",
+    "aten::rsqrt",
+    "aten::scaled_dot_product",
+    "aten::logsumexp",
+    "aten::silu",
+)
 
 
-def assert_equal_gradients(there, here):
-    for (name, one), (_, truth) in zip(there.named_parameters(), here.named_parameters(), strict=True):
-        assert one.grad is not None, name
-        torch.testing.assert_close(
-            one.grad.cpu(), truth.grad, atol=1e-4, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
-        )
+def assert_fused(npu, *operators):
+    """The log shows ``operators`` and nothing that attention, norms or gates would be made of without them."""
+    names = set(npu.log.names)
+    assert set(operators) <= names, sorted(names)
+    assert not [name for name in names if name.startswith(UNFUSED)], sorted(names)
 
 
-@pytest.mark.parametrize("qk_norm", [None, "before_rotary"])
-def test_a_layer_trains(npu, qk_norm):
-    generator = fresh_generator()
-    here = atb.TransformerLayer(
-        64, num_heads=4, head_dim=16, intermediate_size=96, num_kv_heads=2, rotary=atb.RotaryConfig(), qk_norm=qk_norm
+def compare(mine, theirs, tolerance=2e-5):
+    torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), atol=tolerance, rtol=tolerance)
+
+
+def gradients(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_trains(npu, dtype):
+    torch.manual_seed(3)
+    layer = TransformerLayer(hidden_size=64, num_heads=4, num_kv_heads=2, mlp_type="swiglu")
+    layer = layer.to(dtype)
+    twin = copy.deepcopy(layer).to("npu:0")
+    x, d = torch.randn(2, 2, 33, 64, generator=fresh_generator()).to(dtype).unbind()
+    ours, truth = x.to("npu:0").requires_grad_(), x.clone().requires_grad_()
+    out, expected = twin(ours), layer(truth)
+    tolerance = 2e-5 if dtype == torch.float32 else 6e-2
+    compare(out, expected, tolerance)
+    out.backward(d.to("npu:0"))
+    expected.backward(d)
+    compare(ours.grad, truth.grad, tolerance)
+    for name, gradient in gradients(layer).items():
+        compare(gradients(twin)[name], gradient, tolerance * max(1.0, float(gradient.abs().max())))
+    assert_fused(
+        npu,
+        "npu::npu_fusion_attention",
+        "npu::npu_fusion_attention_grad",
+        "npu::npu_rms_norm",
+        "npu::npu_add_rms_norm",
+        "npu::npu_rms_norm_backward",
+        "npu::npu_swiglu",
+        "npu::npu_swiglu_backward",
     )
-    there = copy.deepcopy(here).to(DEVICE)
-    x = draw(generator, 2, 9, 64)
-    sides = []
-    for layer, leaf in ((here, x.clone().requires_grad_()), (there, x.to(DEVICE).requires_grad_())):
-        y = layer(leaf)
-        y.square().mean().backward()
-        sides.append((y, leaf.grad))
-    for truth, one in zip(*sides, strict=True):
-        torch.testing.assert_close(one.detach().cpu(), truth.detach(), atol=1e-5, rtol=1e-4)
-    assert_equal_gradients(there, here)
 
 
-def test_a_layer_with_a_paged_cache(npu):
+@pytest.mark.parametrize("mode", ["text_see_vision", "vision_see_text", "both", "none"])
+@pytest.mark.parametrize("strategy", ["auto", "three_call", "prefix", "unified"])
+def test_multimodal_attention(npu, mode, strategy):
+    torch.manual_seed(4)
+    options = {"cross_attention_mode": mode, "strategy": strategy}
+    module = MultiModalAttention(20, 31, num_heads=4, head_dim=16, num_kv_heads=2, **options)
+    twin = copy.deepcopy(module).to("npu:0")
     generator = fresh_generator()
-    here = atb.TransformerLayer(64, 4, head_dim=16, num_kv_heads=2, rotary=atb.RotaryConfig(), mode="inference")
-    there = copy.deepcopy(here).to(DEVICE)
-    prompt, token = draw(generator, 2, 7, 64), draw(generator, 2, 1, 64)
-    want, cache = here(prompt, use_cache=True)
-    got, device_cache = there(prompt.to(DEVICE), use_cache=True)
-    torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-4)
-    want, got = here(token, use_cache=True)[0], there(token.to(DEVICE), use_cache=True)[0]
-    torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-4)
+    inputs = [torch.randn(2, n, 64, generator=generator) for n in (20, 31)]
+    there = [t.to("npu:0").requires_grad_() for t in inputs]
+    here = [t.requires_grad_() for t in inputs]
+    mine, truth = twin(*there), module(*here)
+    for one, other in zip(mine, truth, strict=True):
+        compare(one, other)
+    sum(one.square().sum() for one in mine).backward()
+    sum(other.square().sum() for other in truth).backward()
+    for one, other in zip(there, here, strict=True):
+        compare(one.grad, other.grad, 2e-4)
+    for name, gradient in gradients(module).items():
+        compare(gradients(twin)[name], gradient, 1e-3)
+    names = set(npu.log.names)
+    assert "npu::npu_fusion_attention" in names and "npu::npu_fusion_attention_grad" in names
+    assert not [name for name in names if name.startswith("aten::scaled_dot_product")]
 
 
-def test_vision_and_text(npu):
+def llama(mode="train", **changes):
+    sizes = {
+        "family": "llama", "vocab_size": 53, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 16, "intermediate_size": 96, "windows": (None, 5), "rotary": (RotaryConfig(),) * 2,
+        "max_positions": 128,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return DecoderModel(ModelConfig(**{**sizes, **changes}), mode=mode)
+
+
+def test_a_llama_trains(npu):
+    model = llama()
+    twin = copy.deepcopy(model).to("npu:0")
+    ids = torch.randint(0, 53, (3, 21), generator=fresh_generator())
+    mine, truth = twin(ids.to("npu:0"), labels=ids.to("npu:0")), model(ids, labels=ids)
+    compare(mine.logits, truth.logits)
+    compare(mine.loss, truth.loss)
+    mine.loss.backward()
+    truth.loss.backward()
+    for name, gradient in gradients(model).items():
+        compare(gradients(twin)[name], gradient, 1e-5)
+    assert_fused(npu, "npu::npu_fusion_attention", "npu::npu_add_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu")
+
+
+def test_a_llama_generates_the_same_tokens(npu):
+    """In bfloat16, whose fused decode reads pages; prompts of different lengths, a window in one layer."""
+    model = llama("inference").bfloat16()
+    twin = copy.deepcopy(model).to("npu:0")
     generator = fresh_generator()
-    here = atb.MultiModalAttention(16, 24, num_heads=4, head_dim=16)
-    there = copy.deepcopy(here).to(DEVICE)
-    vision, text = draw(generator, 2, 16, 64), draw(generator, 2, 24, 64)
-    for one, truth in zip(there(vision.to(DEVICE), text.to(DEVICE)), here(vision, text), strict=True):
-        torch.testing.assert_close(one.detach().cpu(), truth.detach(), atol=1e-5, rtol=1e-4)
-
-
-CONFIG = ModelConfig("llama", 97, 64, 2, 4, 2, 16, 96, (None, 8), (atb.RotaryConfig(),) * 2, 256)
-
-
-def test_a_model_trains(npu):
-    here = DecoderModel(CONFIG)
-    there = copy.deepcopy(here).to(DEVICE)
-    ids = torch.randint(0, 97, (2, 12), generator=fresh_generator())
-    want, got = here(ids).logits, there(ids.to(DEVICE)).logits
-    torch.testing.assert_close(got.detach().cpu(), want.detach(), atol=1e-5, rtol=1e-4)
-    want.square().mean().backward()
-    got.square().mean().backward()
-    assert_equal_gradients(there, here)
-
-
-def test_a_model_generates(npu):
-    here = DecoderModel(CONFIG, mode="inference")
-    there = copy.deepcopy(here).to(DEVICE)
-    prompt = torch.randint(0, 97, (5,), generator=fresh_generator()).tolist()
-    assert there.generate(prompt, max_new_tokens=9) == here.generate(prompt, max_new_tokens=9)
+    prompts = [torch.randint(0, 53, (n,), generator=generator) for n in (9, 4, 17)]
+    truth = [model.generate(p[None], max_new_tokens=8) for p in prompts]
+    npu.log.clear()
+    mine = [twin.generate(p[None].to("npu:0"), max_new_tokens=8) for p in prompts]
+    same = [torch.equal(a.cpu(), b) for a, b in zip(mine, truth, strict=True)]
+    assert sum(same) >= 2, (mine, truth)  # a near tie may fall the other way in bfloat16
+    assert_fused(npu, "npu::npu_fused_infer_attention_score_v2", "atb::_npu_reshape_and_cache", "npu::npu_rotary_mul")

@@ -65,7 +65,9 @@ def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     passes = 3.5 if traits.requires_grad else 1.0
     mask = traits.q_len * traits.kv_len if _needs_full_mask(spec, traits) and not traits.segments else 0
     operations = 2.0 * pairs * (traits.head_dim + traits.value_dim) * passes
-    return Cost(operations=operations, bytes=traits.bytes * passes, calls=passes, cells=3.0 * mask)
+    return Cost(
+        operations=operations, bytes=traits.bytes * passes, calls=2.0 if traits.requires_grad else 1.0, cells=3.0 * mask
+    )
 
 
 register(

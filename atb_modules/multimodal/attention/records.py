@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from atb_modules.kernels.costs import Cost, predicted_seconds
-from atb_modules.kernels.registry import Kernel, explain_choice, register
+from atb_modules.kernels.registry import WHEN_FORGOTTEN, Kernel, explain_choice, register
 from atb_modules.kernels.traits import AttentionTraits, MultiModalTraits
 from atb_modules.multimodal.attention.spec import MultiModalSpec
 from atb_modules.multimodal.attention.strategies import (
@@ -125,6 +125,9 @@ def _judged(
     extra = _extra(strategy, spec, traits)
     seconds += predicted_seconds("multimodal_attention", "torch", spec, traits, extra)
     return tuple(dict.fromkeys(reasons)), seconds * MARGINS.get(strategy, 1.0)
+
+
+WHEN_FORGOTTEN.append(_judged.cache_clear)
 
 
 @dataclass(frozen=True)
