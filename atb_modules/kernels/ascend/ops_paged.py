@@ -128,14 +128,16 @@ def _decode(
 
 def _moved(table: Tensor, firsts: list[int], width: int) -> Tensor:
     """Each row's blocks from the first that its window reaches: a freed block behind it is never looked up."""
-    columns = torch.tensor(firsts, device=table.device)[:, None] + torch.arange(width, device=table.device)
+    columns = torch.tensor(firsts).to(table.device, non_blocking=True)[:, None] + torch.arange(
+        width, device=table.device
+    )
     inside = columns < table.shape[1]
     return table.gather(1, columns.clamp(max=table.shape[1] - 1)).masked_fill(~inside, 0).clamp(min=0)
 
 
 def _before(device: torch.device, seen: list[int], left: int, columns: int) -> Tensor:
     """bool (batch, columns), True = hidden: what the first block holds from before the window."""
-    first = torch.tensor([max(0, length - 1 - left) for length in seen], device=device)
+    first = torch.tensor([max(0, length - 1 - left) for length in seen]).to(device, non_blocking=True)
     return torch.arange(columns, device=device) < first[:, None]
 
 

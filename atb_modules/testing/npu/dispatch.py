@@ -52,7 +52,7 @@ class EmulatedNPU(TorchDispatchMode):
 
     def __init__(self, check_meta: bool = True, soc: str | Soc | None = None, poison: bool = True) -> None:
         super().__init__()
-        here = booted() or boot()
+        here = self._booted = booted() or boot()
         self.check_meta = check_meta
         self.soc = here.soc if soc is None else soc if isinstance(soc, Soc) else find_soc(soc)
         self.poison = poison
@@ -61,12 +61,18 @@ class EmulatedNPU(TorchDispatchMode):
 
     @contextmanager
     def forbid_host_sync(self) -> Iterator[None]:
-        """Inside, an operator that makes the host wait for the device raises HostSyncError."""
+        """Inside, an operator that makes the host wait for the device raises HostSyncError.
+
+        Waits for a stream, an event or the device, which are no operators, raise it when the block ends.
+        """
         before, self._syncs_forbidden = self._syncs_forbidden, True
+        waits = self._booted.host_waits()
         try:
             yield
         finally:
             self._syncs_forbidden = before
+        if self._booted.host_waits() != waits:
+            raise HostSyncError("the host waited for a stream, an event or the device")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,14 +141,11 @@ class EmulatedNPU(TorchDispatchMode):
 
 
 def _device(args: Any, kwargs: Any) -> torch.device | None:
-    """The NPU that a call runs on; None where it touches none."""
-    for value in tree_flatten((args, kwargs))[0]:
-        if is_npu(value):
-            return value.device
+    """The NPU that a call runs on, and puts its results on; None where it touches none."""
     asked = kwargs.get("device")
     if asked is not None and torch.device(asked).type == "npu":
         return torch.device(asked)
-    return None
+    return next((value.device for value in tree_flatten((args, kwargs))[0] if is_npu(value)), None)
 
 
 def _to_host(kwargs: dict[str, Any]) -> bool:
