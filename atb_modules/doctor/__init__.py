@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atb_modules.doctor.data import Report
-    from atb_modules.doctor.explain_log import LogExplanation, explain_log
+    from atb_modules.doctor.log import LogExplanation, explain_log
     from atb_modules.doctor.places import Places
 
 __all__ = ["LogExplanation", "Places", "Report", "explain_log", "report"]
 
-_HOMES = {"LogExplanation": "explain_log", "Places": "places", "Report": "data", "explain_log": "explain_log"}
+_HOMES = {"LogExplanation": "log", "Places": "places", "Report": "data", "explain_log": "log"}
 
 
 def report(
@@ -43,7 +43,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    # The function takes the place of the submodule of its name, which the import has just set.
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

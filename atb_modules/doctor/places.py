@@ -84,7 +84,7 @@ def find_files(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in patterns:
         try:
-            found |= dict.fromkeys(sorted(path for path in directory.glob(pattern) if not path.is_dir()))
+            found |= dict.fromkeys(sorted(path for path in directory.glob(pattern) if path.is_file()))
         except OSError:
             continue
     return list(found)
