@@ -18,9 +18,7 @@ __all__ = ["LogExplanation", "Places", "Report", "explain_log", "report"]
 _HOMES = {"LogExplanation": "log", "Places": "places", "Report": "data", "explain_log": "log"}
 
 
-def report(
-    soc: str | None = None, *, places: Places | None = None, kernels: bool = True, slow: bool = False
-) -> Report:
+def report(soc: str | None = None, *, places: Places | None = None, kernels: bool = True, slow: bool = False) -> Report:
     """Look at this machine: versions, environment, and every kernel of the registry run once against its reference.
 
     Args:

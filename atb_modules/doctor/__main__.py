@@ -1,8 +1,8 @@
 """``python -m atb_modules.doctor``: the report, or what a log means.
 
-Exit status of the report: 0 fine, 1 a mismatch or a kernel that fails. Of ``--explain LOGFILE``: 0 something was explained,
-1 nothing known was found. 2 for arguments that cannot be served. Where `import torch` itself fails because torch_npu does,
-set TORCH_DEVICE_BACKEND_AUTOLOAD=0: the report then tells why.
+Exit status of the report: 0 fine, 1 a mismatch or a kernel that fails. Of ``--explain LOGFILE``: 0 something was
+explained, 1 nothing known was found. 2 for arguments that cannot be served. Where `import torch` itself fails because
+torch_npu does, set TORCH_DEVICE_BACKEND_AUTOLOAD=0: the report then tells why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--soc", metavar="SOC", help=f"an Ascend chip to plan for: {', '.join(SOCS)}")
-    parser.add_argument("--slow", action="store_true", help="run kernels too that compile for each call (half a minute)")
+    parser.add_argument(
+        "--slow", action="store_true", help="run kernels that compile for each call, too (half a minute)"
+    )
     parser.add_argument("--no-kernels", action="store_true", help="look at software and environment alone")
     parser.add_argument(
         "--explain",

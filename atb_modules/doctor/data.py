@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Software:
-    """Versions. ``torch_abi`` and ``atb_abi`` are the C++ ABI (``_GLIBCXX_USE_CXX11_ABI``) of torch and of ATB (nnal)."""
+    """Versions. ``torch_abi``, ``atb_abi``: ``_GLIBCXX_USE_CXX11_ABI`` of torch and of ATB (nnal), their C++ ABI."""
 
     python: str
     atb_modules: str

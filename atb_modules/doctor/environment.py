@@ -222,5 +222,7 @@ def _import(software: Software, places: Places) -> Iterator[Finding]:
     explained = explain_lines(output.splitlines()).causes
     lines = [line for line in output.splitlines() if line.strip()]
     text = f"it fails: {lines[-1].strip()[:300] if lines else f'exit status {status}'}"
-    step = f"{explained[0].meaning}: {explained[0].next_steps[0]}" if explained else "python -c 'import torch, torch_npu'"
+    step = (
+        f"{explained[0].meaning}: {explained[0].next_steps[0]}" if explained else "python -c 'import torch, torch_npu'"
+    )
     yield Finding(Level.MISMATCH, "import torch_npu", text, step)

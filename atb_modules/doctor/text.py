@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from atb_modules.doctor.data import Found, KernelCheck, Level, PlannedKernel, Report, Status
+from atb_modules.doctor.log import explain_lines
 
 _MARKS = {Level.MISMATCH: "!!", Level.WARNING: "! ", Level.NOTE: "  "}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -68,8 +69,9 @@ def _environment(report: Report) -> Iterator[str]:
 def _kernels(report: Report) -> Iterator[str]:
     for device in dict.fromkeys(check.device for check in report.checked):
         emulated = " (emulated)" if device == "npu" and report.software.emulated else ""
-        yield f"Kernels on {device}{emulated}: largest error against the reference"
         checks = [check for check in report.checked if check.device == device]
+        dtypes = "/".join(dict.fromkeys(_SHORT.get(check.dtype, check.dtype) for check in checks))
+        yield f"Kernels on {device}{emulated}: largest error against the reference, {dtypes}"
         for op in dict.fromkeys(check.op for check in checks):
             yield from _op(op, [check for check in checks if check.op == op])
         yield from _reasons(checks)
@@ -83,14 +85,24 @@ def _op(op: str, checks: list[KernelCheck]) -> Iterator[str]:
     for strategy in dict.fromkeys(check.strategy for check in checks):
         own = [c for c in checks if c.strategy == strategy and c.status in (Status.AGREES, Status.FAILS)]
         if own:
-            ran.append(f"{strategy} {'/'.join(_error(check) for check in own)}")
+            of = {check.dtype: check for check in own}
+            ran.append(
+                f"{strategy} {'/'.join(_error(of.get(dtype)) for dtype in dict.fromkeys(c.dtype for c in checks))}"
+            )
     yield f"  {op:<24} {', '.join(ran) or 'none'}"
+    failures: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for check in checks:
         if check.status is Status.FAILS:
-            yield f"!!  {check.strategy} {check.dtype} FAILS: {'; '.join(check.why)}"
+            failures.setdefault((check.strategy, check.why), []).append(_SHORT.get(check.dtype, check.dtype))
+    for (strategy, why), dtypes in failures.items():
+        yield f"!!  {strategy} FAILS in {', '.join(dtypes)}: {'; '.join(why)}"
+        for cause in explain_lines(why).causes[:1]:
+            yield f"    -> {cause.name}: {cause.meaning}"
 
 
-def _error(check: KernelCheck) -> str:
+def _error(check: KernelCheck | None) -> str:
+    if check is None:
+        return "-"
     return "raised" if check.largest_error is None else f"{check.largest_error:.0e}"
 
 
