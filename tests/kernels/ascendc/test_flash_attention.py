@@ -15,7 +15,7 @@ from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, plain_attention, summation_orders
 from atb_modules.testing.ascendc import EmulationError, kernels
 from atb_modules.testing.ascendc.attention_kernels import flash_attention
-from atb_modules.testing.ascendc.mutants import mutated_sources
+from atb_modules.testing.ascendc.mutants import mutated_sources, plant
 
 DTYPES = [torch.float16, torch.bfloat16]
 PLACES = ("UB", "L1", "L0A", "L0B", "L0C")
@@ -224,10 +224,15 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return plant(tmp_path_factory.mktemp("mutants"), "flash_attention", FAULTS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, tmp_path, monkeypatch):
-    *change, message = FAULTS[fault]
-    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *change))
+def test_planted_faults_are_found(fault, mutants, monkeypatch):
+    message = FAULTS[fault][-1]
+    monkeypatch.setattr(kernels, "ASCENDC", mutants[fault])
     q, k, v = draw(1, 1, 1, 20, 1000, 64, torch.float16)
     with pytest.raises(EmulationError, match=message):
         flash_attention(q, k, v)
