@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atb_modules.attention.merge import merge_attention
 from atb_modules.kernels.ascend.ascendc import load
-from atb_modules.kernels.reference.attention import paged_attention_reference
+from atb_modules.kernels.reference.attention import attention_reference, paged_attention_reference
 from atb_modules.kernels.reference.cache import rotary_append_reference
 from atb_modules.kernels.reference.mlp import gated_activation_reference
 from atb_modules.kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
@@ -114,6 +114,32 @@ def test_paged_decode(ops, npu, dtype):
         ops.ascend_paged_decode(*given[:4], given[4][:2], 0.125)
     with pytest.raises(TypeError, match="block_table is Long"):
         ops.ascend_paged_decode(*given[:3], given[3].long(), given[4], 0.125)
+
+
+@all_dtypes
+def test_norm_and_product(ops, npu, dtype):
+    generator = fresh_generator()
+    x, weight, norm = (randn(generator, *shape, dtype=dtype) for shape in ((21, 200), (70, 200), (200,)))
+    weight = weight / 16
+    out = ops.ascend_norm_matmul(*(t.to("npu:0") for t in (x, norm, weight)), 1e-6)
+    normed = rms_norm_reference(x.double(), norm.double(), 1e-6).to(dtype)
+    assert_parity(out.cpu(), normed.double() @ weight.double().t(), reduction=200)
+    with pytest.raises(ValueError, match="weight has shape"):
+        ops.ascend_norm_matmul(x.to("npu:0"), None, weight[:, :100].contiguous().to("npu:0"), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_flash_attention(ops, npu, dtype):
+    generator = fresh_generator()
+    q = randn(generator, 2, 4, 33, 64, dtype=dtype)
+    k, v = (randn(generator, 2, 2, 75, 64, dtype=dtype) for _ in range(2))
+    spec = AttentionSpec(causal=True, window=(40, 0), scale=0.125)
+    golden, golden_lse = attention_reference(*(t.double() for t in (q, k, v)), spec)
+    out, lse = ops.ascend_flash_attention(*(t.to("npu:0") for t in (q, k, v)), 0.125, left=40, right=0)
+    assert_parity(out.cpu(), golden, reduction=75)
+    torch.testing.assert_close(lse.cpu().double(), golden_lse, atol=3e-6, rtol=3e-6)
+    with pytest.raises(ValueError, match="not float32"):
+        ops.ascend_flash_attention(*(t.float().to("npu:0") for t in (q, k, v)), 0.125)
 
 
 def test_shapes_are_known_without_a_launch(ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -61,8 +62,12 @@ def build_binding(torch_npu: Path) -> Path:
         torch_npu: the unpacked package ``torch_npu`` of a wheel, for its headers.
     """
     bindings = sorted(ASCENDC.glob("binding*.cpp"))
-    objects = [kernel_object(path) for path in sorted(ASCENDC.glob("*.cpp")) if path not in bindings]
-    objects += [binding_object(path, torch_npu) for path in bindings]
+    kernels = [path for path in sorted(ASCENDC.glob("*.cpp")) if path not in bindings]
+    emulation_objects()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(binding_object, path, torch_npu) for path in bindings]
+        jobs += [pool.submit(kernel_object, path) for path in kernels]
+        objects = [job.result() for job in jobs]
     objects += sorted(emulation_objects().glob("*.o"))
 
     def build(directory: Path) -> None:

@@ -77,12 +77,14 @@ def test_every_kernel_is_built_and_its_launcher_included(tmp_path, cann):
     assert included == entries and len(entries) >= 18
 
 
-def test_310p_has_no_bfloat16_kernels(tmp_path, cann):
+def test_310p_has_neither_bfloat16_nor_mixed_kernels(tmp_path, cann):
     code, output, build = configure(tmp_path, cann, "-DATB_SOC=Ascend310P3")
     assert code == 0, output
     assert "ATB_NO_BFLOAT16" in (build / "definitions.txt").read_text()
     launchers = (build / "atb_launchers.h").read_text()
     assert "bfloat16" not in launchers and "aclrtlaunch_atb_rms_norm_half.h" in launchers
+    for name in ("paged_decode", "norm_matmul", "flash_attention"):
+        assert name not in launchers and name not in (build / "kernels.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 // The torch op of the paged decode kernel: schema, implementation on the NPU, Meta implementation.
+#ifndef ATB_NO_MIXED // 310P: the barrier between its cores is another one
 #include "launch.h"
 #ifndef ATB_HOST_KERNELS
 #include "atb_launchers.h"
@@ -74,3 +75,4 @@ TORCH_LIBRARY_IMPL(atb_modules, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(atb_modules, Meta, m) {
   m.impl("ascend_paged_decode", &PagedDecodeMeta);
 }
+#endif

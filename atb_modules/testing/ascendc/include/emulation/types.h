@@ -73,11 +73,12 @@ enum class SELMODE { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENS
   EVENT(M, V)                                                                                                \
   EVENT(V, M)                                                                                                \
   EVENT(V, V)                                                                                                \
-  EVENT(MTE3, MTE1) EVENT(MTE1, MTE3) EVENT(MTE1, V) EVENT(V, MTE1) EVENT(MTE2, M) EVENT(M, MTE2)            \
-      EVENT(M, FIX) EVENT(FIX, M) EVENT(MTE3, MTE2) EVENT(MTE2, MTE3) EVENT(S, V) EVENT(V, S) EVENT(S, MTE2) \
-          EVENT(MTE2, S) EVENT(S, MTE3) EVENT(MTE3, S) EVENT(M, S) EVENT(S, M) EVENT(FIX, MTE2)              \
-              EVENT(MTE2, FIX) EVENT(FIX, S) EVENT(S, FIX) EVENT(FIX, MTE1) EVENT(MTE1, FIX) EVENT(FIX, V)   \
-                  EVENT(FIX, MTE3)
+  EVENT(MTE3, MTE1)                                                                                          \
+  EVENT(MTE1, MTE3)                                                                                          \
+  EVENT(MTE1, V) EVENT(V, MTE1) EVENT(MTE2, M) EVENT(M, MTE2) EVENT(M, FIX) EVENT(FIX, M) EVENT(MTE3, MTE2)  \
+      EVENT(MTE2, MTE3) EVENT(S, V) EVENT(V, S) EVENT(S, MTE2) EVENT(MTE2, S) EVENT(S, MTE3) EVENT(MTE3, S)  \
+          EVENT(M, S) EVENT(S, M) EVENT(FIX, MTE2) EVENT(MTE2, FIX) EVENT(FIX, S) EVENT(S, FIX)              \
+              EVENT(FIX, MTE1) EVENT(MTE1, FIX) EVENT(FIX, V) EVENT(FIX, MTE3)
 
 enum class HardEvent : uint8_t {
 #define ATB_EVENT(from, to) from##_##to,
