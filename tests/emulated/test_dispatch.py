@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atb_modules.testing import fresh_generator
-from atb_modules.testing.npu import EmulatedNPU, HostSyncError, NoReferenceError, OperatorError
+from atb_modules.testing.npu import EmulatedNPU, HostSyncError, NoReferenceError, OperatorError, dry_run
 from atb_modules.testing.npu.aliases import alias
 from atb_modules.testing.npu.references import find_reference
 
@@ -222,11 +222,32 @@ def test_waits_that_are_no_operators_show_when_the_block_ends(npu, wait):
 
 def test_work_without_waits_is_allowed(npu):
     with npu.forbid_host_sync():
-        x = torch.ones(4, 6).to(DEVICE)
-        y = x[torch.tensor([1, 0]).to(DEVICE)].softmax(-1).masked_fill(x[:2] > 2, 0.0)
+        x = torch.ones(4, 6).pin_memory().to(DEVICE, non_blocking=True)
+        y = x[torch.tensor([1, 0]).pin_memory().to(DEVICE, non_blocking=True)].softmax(-1).masked_fill(x[:2] > 2, 0.0)
         ops.npu_swiglu(y)
         y.to("cpu", non_blocking=True)
     assert npu.log.host_syncs == [] and len(npu.log.uploads) == 2
+
+
+COPIES = {
+    "up": lambda host, there, ask: host.to(DEVICE, non_blocking=ask),
+    "up into": lambda host, there, ask: there.copy_(host, non_blocking=ask),
+    "down": lambda host, there, ask: there.to("cpu", non_blocking=ask),
+    "down into": lambda host, there, ask: host.copy_(there, non_blocking=ask),
+}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("ask", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_wait_where_torch_npus_own_code_waits(booted_npu, name, ask, pinned):
+    host, there = torch.ones(4), torch.ones(4).to(DEVICE)
+    host = host.pin_memory() if pinned else host
+    with dry_run() as launches:
+        COPIES[name](host, there, ask)
+    with EmulatedNPU() as emulated:
+        COPIES[name](host, there, ask)
+    assert bool(emulated.log.host_syncs) == any(launch.name.startswith("host:") for launch in launches)
 
 
 def test_an_operator_without_a_reference_is_named(npu):

@@ -164,14 +164,28 @@ def _sources(name: str, args: Any) -> tuple[Any, ...]:
 def _waits(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Whether the host needs values from the device before it can go on."""
     if name in _COPIES:
-        blocking = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
-        target = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or args[0].device)
-        return blocking and target.type == "cpu" and any(map(is_npu, _sources(name, args)))
+        return _copy_waits(name, args, kwargs)
     if name in _SEARCHES:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or ())
     if name.startswith("aten::repeat_interleave"):
         return any(is_npu(value) for value in args[-1:]) and kwargs.get("output_size") is None
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _copy_waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a copy between host and device waits: always, unless it is told not to and the host's memory is pinned.
+
+    So does torch_npu's host code, in both directions, as the dry run shows; a copy to the host that makes its own
+    result pins it.
+    """
+    into = name == "aten::copy_"
+    source, target = (args[1], args[0]) if into else (args[0], None)
+    there = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
+    if source.device.type == there.type:
+        return False
+    asked = kwargs.get("non_blocking") or (into and len(args) > 2 and args[2])
+    host = source if source.device.type == "cpu" else target
+    return not asked or (host is not None and not host.is_pinned())
 
 
 def _grow(there: Tensor, here: Tensor) -> None:
