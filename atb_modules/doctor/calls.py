@@ -217,8 +217,9 @@ def _decode_layer(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     cache = model.new_cache(64, page_size=16, num_pages=8)
     cache.begin(1)
     prompt = inputs.numbers([3, 1, 4, 15, 9], torch.int64)
-    with use_strategy(decode=strategy):
+    with use_strategy(**_ALL_REFERENCE):
         model.run_packed(model.embed_tokens(prompt), cache.step([5]), cache)
+    with use_strategy(decode=strategy):
         return (DecodeStep(model, cache)([7]),)
 
 

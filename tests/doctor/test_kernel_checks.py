@@ -92,7 +92,7 @@ def test_a_broken_kernel_is_found_out(monkeypatch, broken, said):
 
     plant(monkeypatch, "rms_norm", "torch", function=broken)
     found = report(places=BARE)
-    (check,) = [c for c in found.failed if c.dtype == "float32"]
+    (check,) = [c for c in found.failed if c.dtype == "float32" and c.op != "decode_layer"]
     assert (check.op, check.strategy) == ("rms_norm", "torch") and re.search(said, "; ".join(check.why))
     assert not found.ok and "NOT FINE" in str(found) and re.search("torch FAILS in fp32.*" + said, str(found))
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["ok"] is False
@@ -104,7 +104,7 @@ def registry_reference(x, weight, eps):
 
 @pytest.mark.parametrize("op", sorted(set(OP_FAMILIES) - {"decode_layer"}))
 def test_a_fault_in_any_op_is_found_out(monkeypatch, op):
-    """Results of another kernel a tenth too large: whatever the op returns or writes."""
+    """Results of a kernel a tenth too large, whatever the op returns or writes: it is named, and what is made of it."""
     kernel = next(k for k in registry.kernels(op) if k.strategy.value in ("torch", "eager", "unified"))
 
     def wrong(*args, **kwargs):
@@ -117,16 +117,24 @@ def test_a_fault_in_any_op_is_found_out(monkeypatch, op):
 
     plant(monkeypatch, op, kernel.strategy, function=wrong)
     failed = {(c.op, c.strategy) for c in report(places=BARE).failed}
-    assert (op, kernel.strategy.value) in failed and {found for found, _ in failed} == {op}
+    assert (op, kernel.strategy.value) in failed
+    assert failed <= {(op, kernel.strategy.value), ("decode_layer", "modules"), *INSIDE.get(op, ())}
+
+
+#: kernels that call others
+INSIDE = {"attention": {("multimodal_attention", way) for way in ("three_call", "prefix", "unified")}}
 
 
 def test_a_fault_in_the_decode_step_is_found_out(monkeypatch):
     from atb_modules.kernels.cpu import DecodeStackPlan
 
     real = DecodeStackPlan.run
-    monkeypatch.setattr(
-        DecodeStackPlan, "run", lambda plan, hidden, *rest: (real(plan, hidden, *rest), hidden.add_(0.2))
-    )
+
+    def wrong(plan, hidden, *rest):
+        real(plan, hidden, *rest)
+        hidden[..., :3] += 0.2
+
+    monkeypatch.setattr(DecodeStackPlan, "run", wrong)
     assert {(c.op, c.strategy) for c in report(places=BARE).failed} == {("decode_layer", "cpu")}
 
 
@@ -177,10 +185,11 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_the_import_is_lazy():
-    code = (
-        "import sys, atb_modules.doctor as d; loaded = [m for m in sys.modules if m.startswith('atb_modules.doctor.')]"
-    )
-    code += "; assert not loaded, loaded; assert callable(d.report) and callable(d.explain_log); d.Places; d.Report"
+    code = """
+import sys, atb_modules.doctor as doctor
+assert not [name for name in sys.modules if name.startswith("atb_modules.doctor.")]
+assert callable(doctor.report) and callable(doctor.explain_log) and doctor.Places and doctor.Report
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
     import atb_modules.doctor
 

@@ -63,8 +63,8 @@ SHOWN = {
     "E89999": ["E89999: Inner Error, Please contact support engineer!"],
     "EZ9999": ["EZ9999: Inner Error!"],
     "fall back to CPU": [
-        "[W] CAUTION: The operator 'aten::unique' is not currently supported on the NPU backend and will fall back to run "
-        "on the CPU. This may have performance implications."
+        "[W] CAUTION: The operator 'aten::unique' is not currently supported on the NPU backend and will fall back to "
+        "run on the CPU. This may have performance implications."
     ],
 }
 
@@ -143,8 +143,8 @@ def test_control_characters_do_not_reach_the_terminal():
 def test_a_line_without_end_is_read_in_pieces(tmp_path):
     """The error may lie across the border of two pieces."""
     rng = random.Random(4)
-    for place in (0, 65530, 65536, 131070, *(rng.randrange(200_000) for _ in range(8))):
-        text = b"x" * place + b" error code is 507035 " + b"y" * 150_000
+    for place in (0, 262_100, 262_138, 262_144, 524_280, *(rng.randrange(800_000) for _ in range(8))):
+        text = b"x" * place + b" error code is 507035 " + b"y" * 350_000
         (cause,) = explain_log(io.BytesIO(b"first\n" + text + b"\nEZ9999: Inner Error!\n")).causes[:1]
         assert (cause.name, cause.line_number, cause.lines) == ("507035", 2, 1)
         assert "error code is 507035" in cause.line and len(cause.line) <= 300
@@ -166,7 +166,7 @@ def test_huge_logs_are_streamed(tmp_path):
     finally:
         tracemalloc.stop()
     assert [c.name for c in found.causes] == ["161002"] and found.causes[0].line_number == 400_002
-    assert peak < 4_000_000
+    assert peak < 8_000_000
 
 
 def test_what_is_no_log_is_refused(tmp_path):
