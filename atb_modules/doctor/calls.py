@@ -35,16 +35,16 @@ class Inputs:
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu", wide: bool = False) -> None:
         self.dtype, self.device, self.wide = dtype, device, wide
-        self.generator = torch.Generator().manual_seed(_SEED)
+        self.generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal numbers times ``scale``."""
-        drawn = (scale * torch.randn(shape, generator=self.generator, dtype=torch.float32)).to(self.dtype)
+        drawn = (scale * self._draw(shape)).to(self.dtype)
         return (drawn.double() if self.wide else drawn).to(self.device)
 
     def table(self, *shape: int) -> tuple[Tensor, Tensor]:
         """cos and sin of random angles, float32."""
-        angles = 3.0 * torch.randn(shape, generator=self.generator, dtype=torch.float32)
+        angles = 3.0 * self._draw(shape)
         return angles.cos().to(self.device), angles.sin().to(self.device)
 
     def pages(self, number: int) -> Tensor:
@@ -52,7 +52,11 @@ class Inputs:
         return torch.zeros_like(self.normal(number, _KV_HEADS, _PAGE_SIZE, _HEAD_DIM))
 
     def numbers(self, values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device)
+        return torch.tensor(values, dtype=dtype, device="cpu").to(self.device)
+
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
+        """On the host and in float32, whatever the defaults of the process are."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
 
 _ALL_REFERENCE = dict.fromkeys(("attention", "norm", "mlp", "linear", "rotary", "cache"), "reference")
@@ -200,11 +204,11 @@ def _small_model(inputs: Inputs) -> DecoderModel:
         max_positions=64,
     )
     with torch.random.fork_rng(devices=[]):
-        model = DecoderModel(config, mode="inference")
+        model = DecoderModel(config, mode="inference", device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights near 1, matrices that keep the size of what they multiply.
-            drawn = torch.randn(parameter.shape, generator=inputs.generator, dtype=torch.float32)
+            drawn = inputs.normal(*parameter.shape).float().cpu()
             parameter.copy_(1.0 + 0.1 * drawn if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5)
     model = model.to(inputs.dtype)
     return (model.double() if inputs.wide else model).to(inputs.device)
