@@ -74,7 +74,8 @@ def _overall(pair: PairVerdict, findings: list[Finding]) -> PairVerdict:
     against = [finding for finding in findings if finding.level is Level.MISMATCH]
     if not against:
         return pair
-    return PairVerdict(Verdict.MISMATCHED, "; ".join(f"{finding.subject}: {finding.text}" for finding in against))
+    subjects = ", ".join(dict.fromkeys(finding.subject for finding in against))
+    return PairVerdict(Verdict.MISMATCHED, f"known not to work as it is: {subjects}")
 
 
 def _torch_pin(software: Software) -> Iterator[Finding]:
@@ -223,6 +224,6 @@ def _import(software: Software, places: Places) -> Iterator[Finding]:
     lines = [line for line in output.splitlines() if line.strip()]
     text = f"it fails: {lines[-1].strip()[:300] if lines else f'exit status {status}'}"
     step = (
-        f"{explained[0].meaning}: {explained[0].next_steps[0]}" if explained else "python -c 'import torch, torch_npu'"
+        f"{explained[0].next_steps[0]} ({explained[0].meaning})" if explained else "python -c 'import torch, torch_npu'"
     )
     yield Finding(Level.MISMATCH, "import torch_npu", text, step)

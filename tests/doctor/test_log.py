@@ -21,12 +21,27 @@ SHOWN = {
         "\tlibge_runner.so => not found",
     ],
     "libascend_hal.so missing": ["ImportError: libascend_hal.so: cannot open shared object file: No such file"],
+    "dcmi": [
+        "dcmi model initialized failed, because the device is used. ret is -8020",
+        "dcmi module initialize failed.",
+    ],
+    "GLIBCXX": ["ImportError: /lib64/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by x.so)"],
+    "static TLS": ["ImportError: /x/libgomp-d22c30c5.so.1.0.0: cannot allocate memory in static TLS block"],
     "undefined symbol": [
         "ImportError: /usr/lib/python3/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN2at4_ops5zeros4callEv"
     ],
     "ASCEND_HOME_PATH": [
         "EnvironmentError: The path ASCEND_HOME_PATH=/usr/local/Ascend does not exist",
         "ASCEND_HOME_PATH is not set",
+    ],
+    "CANN's Python packages missing": [
+        "ModuleNotFoundError: No module named 'tbe'",
+        "ModuleNotFoundError: No module named 'acl'",
+        "E Exception: No module named te",
+    ],
+    "torch_npu not imported": [
+        "AttributeError: module 'torch' has no attribute 'npu'",
+        "RuntimeError: Expected one of cpu, cuda, ipu device type at start of device string: npu",
     ],
     "148049": ["[ERROR] aclInit failed, error code is 148049", "ret = 148049", "retCode is 0x24251."],
     "numpy 2": [
@@ -39,7 +54,9 @@ SHOWN = {
         "open binary_info_config.json failed",
         "[EXCEPTION] Kernel binary load failed",
     ],
+    "107001": ["aclrtSetDevice failed, error code is 107001", "ACL_ERROR_RT_INVALID_DEVICEID"],
     "107002": ["call aclrtSynchronizeStream failed, error code is 107002", "ret[107002]", "ACL_ERROR_RT_CONTEXT_NULL"],
+    "107003": ["error code is 107003"],
     "161001": ["call aclnnAddRmsNorm failed, error code is 161001"],
     "161002": ["aclnnAddRmsNorm fail, ret: 161002", "errorCode=161002,"],
     "561002": ["call aclnnPromptFlashAttention failed, detail:EZ, error code is 561002"],
@@ -48,6 +65,7 @@ SHOWN = {
     "507015": ["RuntimeError: ACL stream synchronize failed, error code:507015", "aclError 507015", "retCode=0x7BC87"],
     "507035": ["RuntimeError: NPU function error: error code is 507035\n", "[Error]: (507035) failed: 507035"],
     "507018": ["rtStreamSynchronize failed with 507018", "error code = 507018!"],
+    "507899": ["rtMemcpy failed, retCode is 0x7bffb", "error code is 507899"],
     "out of memory": [
         "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity)",
         "aclrtMalloc failed, error code is 207001",
@@ -60,6 +78,7 @@ SHOWN = {
     "EZ1001": ["EZ1001: x1 dtype DT_DOUBLE not in dtype support list"],
     "EZ3002": ["[EZ3002]: Optype [FlashAttention] of Ops kernel is unsupported"],
     "EI0002": ["EI0002: The wait execution of the Notify register times out."],
+    "torch_npu does not load": ["RuntimeError: Failed to load the backend extension: torch_npu. You can disable it."],
     "E89999": ["E89999: Inner Error, Please contact support engineer!"],
     "EZ9999": ["EZ9999: Inner Error!"],
     "fall back to CPU": [
@@ -98,6 +117,10 @@ def test_every_error_of_the_table_has_a_line_and_a_next_step():
     "request id 161001 returned 200",
     "see LEZ9999 and EZ99990",
     "undefined symbols are fine",
+    "ModuleNotFoundError: No module named 'ted'",
+    "ModuleNotFoundError: No module named 'te.py'",
+    "ModuleNotFoundError: No module named 'aclocal'",
+    "module 'torch' has no attribute 'npu_format'",
     "loading libhccl.so and libatb.so",
     "export ASCEND_HOME_PATH=/usr/local/Ascend",
     "import numpy as np  # numpy 1 or 2",
