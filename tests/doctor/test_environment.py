@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atb_modules.doctor import report
+
+from .installations import Installation
 
 ABI = int(torch.compiled_with_cxx11_abi())
 
@@ -249,6 +254,19 @@ def test_garbled_version_files(machine, content):
     assert found.software.cann.value is None and found.verdict == "unknown" and found.ok
     assert set(levels(found, "CANN")) == {"warning"} and "warning" in levels(found, "driver")
     assert "unknown" in str(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=80) | st.binary(max_size=20).map(lambda tail: b"version=8.5" + tail))
+def test_no_file_makes_the_doctor_fall(tmp_path_factory, content):
+    machine = Installation(tmp_path_factory.mktemp("root") / "root").cann(None).atb(ABI)
+    for name in ("ascend_toolkit_install.info", "runtime/version.info"):
+        machine.write(machine.cann_home / name, content)
+    machine.write("usr/local/Ascend/firmware/version.info", content)
+    machine.write("usr/local/Ascend/nnal/atb/latest/version.info", content)
+    found = look(machine)
+    assert found.ok and str(found) and json.dumps(found.as_dict(), allow_nan=False)
+    assert found.software.cann.value is not None or levels(found, "CANN")
 
 
 def test_the_version_of_a_part_tells_where_no_installation_does(machine):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import random
+import time
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atb_modules.doctor import explain_log
 from atb_modules.doctor.known_errors import KNOWN_ERRORS
-from atb_modules.doctor.log import explain_lines
+from atb_modules.doctor.log import _explain, _pieces, explain_lines
 
 #: name -> lines that show it
 SHOWN = {
@@ -173,6 +176,27 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path):
         assert "error code is 507035" in cause.line and len(cause.line) <= 300
         last = explain_log(io.BytesIO(b"first\n" + text + b"\nEZ9999: Inner Error!\n"))
         assert last.causes[1].line_number == 3 and last.lines_read == 3
+
+
+PARTS = [line for lines in SHOWN.values() for line in lines] + ["nothing here", "", "step 507035", "x" * 90, "误"]
+
+
+@given(lines=st.lists(st.sampled_from(PARTS), max_size=12), block=st.integers(1, 400), ended=st.booleans())
+def test_the_size_of_a_block_changes_nothing(lines, block, ended):
+    lines = [line.strip() for line in lines]
+    log = "\n".join(lines).encode() + b"\n" * (ended and bool(lines))
+    whole, streamed = explain_lines(log.decode().splitlines(), {}), _explain(_pieces(io.BytesIO(log), block), {})
+    assert streamed.lines_read == whole.lines_read
+    assert [(c.name, c.line_number, c.lines) for c in streamed.causes] == [
+        (c.name, c.line_number, c.lines) for c in whole.causes
+    ]
+
+
+def test_lines_made_to_be_slow():
+    for line in ("error code is " * 30_000 + "507035x", "libatb.so" * 30_000, "code:" * 60_000 + " 161001x"):
+        start = time.perf_counter()
+        explain_lines([line])
+        assert time.perf_counter() - start < 5.0
 
 
 def test_huge_logs_are_streamed(tmp_path):
