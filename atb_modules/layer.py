@@ -15,17 +15,17 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atb_modules.attention import Attention, AttentionConfig, CacheStep, KVCacheManager, RotaryConfig, SparseConfig
 from atb_modules.attention.cache.own import fit_own_cache, make_own_cache, undone_in_own
 from atb_modules.attention.cache.refusal import undone_if_refused
 from atb_modules.checks import check_bool, check_int, check_parameter_dtype, check_tensor, check_type
+from atb_modules.fused_layer import FusedLayer
 from atb_modules.layer_options import attention_options, check_across, stream_scale
 from atb_modules.linear import may_overwrite
 from atb_modules.mlp import FeedForward, MLPConfig, MLPType, build_mlp
 from atb_modules.norm import NormConfig, build_norm
-from atb_modules.norm.add import add_norm
 from atb_modules.overlays import Overlays
 from atb_modules.residual import ResidualBranch, ResidualConfig
 from atb_modules.strategies import parse_enum
@@ -55,7 +55,7 @@ class LayerMode(StrEnum):
     INFERENCE = "inference"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(FusedLayer):
     """One Transformer layer of any common kind.
 
     Args:
@@ -237,22 +237,22 @@ class TransformerLayer(nn.Module):
             attended = self.attention_branch(self.attention(normed, **options))
             return x + attended + self.mlp_branch(self.mlp(normed))
         if self.placement is NormPlacement.POST:
-            x, _ = add_norm(self.attention_norm, self.attention_branch(self.attention(x, **options)), self._scaled(x))
+            branch = self.attention_branch(self.attention(x, **options))
+            x, _ = self._add_norm(self.attention_norm, branch, self._scaled(x))
             if self.layer_type is LayerType.CROSS_DECODER:
                 branch = self.cross_branch(self.cross_attention(x, **across))
-                x, _ = add_norm(self.cross_norm, branch, self._scaled(x))
-            x, _ = add_norm(self.mlp_norm, self.mlp_branch(self.mlp(x)), self._scaled(x))
-            return x
+                x, _ = self._add_norm(self.cross_norm, branch, self._scaled(x))
+            return self._add_norm(self.mlp_norm, self.mlp_branch(self.mlp(x)), self._scaled(x))[0]
         sandwich = self.placement is NormPlacement.SANDWICH
-        attended = self.attention(self.attention_norm(x), **options)
+        attended = self.attention(self._normed(self.attention_norm, self.attention, x), **options)
         attended = self.attention_branch(self.attention_post_norm(attended) if sandwich else attended)
         if self.layer_type is LayerType.CROSS_DECODER:
-            normed, x = add_norm(self.cross_norm, attended, x)
+            normed, x = self._add_norm(self.cross_norm, attended, x)
             attended = self.cross_attention(normed, **across)
             attended = self.cross_branch(self.cross_post_norm(attended) if sandwich else attended)
         source = self.cross_attention if self.layer_type is LayerType.CROSS_DECODER else self.attention
         overwrite = type(source) is Attention and may_overwrite(self, source.o_proj)
-        normed, x = add_norm(self.mlp_norm, attended, x, overwrite=overwrite)
+        normed, x = self._add_norm(self.mlp_norm, attended, x, self.mlp, overwrite)
         mixed = self.mlp(normed)
         mixed = self.mlp_branch(self.mlp_post_norm(mixed) if sandwich else mixed)
         if overwrite and mixed.dtype == x.dtype and type(self.mlp) is FeedForward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from atb_modules.checks import (
 )
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import LinearTraits, count, under_autocast
+from atb_modules.norm_linear import norm_linear
 from atb_modules.strategies import LinearStrategy, parse_enum
 
 
@@ -106,8 +108,22 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    #: a norm that the product applies to its rows by itself, as a fusion plan may ask; no part of this module
+    input_norm: tuple[Any, ...] = ()
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.input_norm:
+            return self._normed_product(input, self.input_norm[0])
         return linear(input, self.weight, self.bias, strategy=self.strategy)
+
+    def _normed_product(self, input: Tensor, norm: Any) -> Tensor:
+        config = norm.config
+        options: dict[str, Any] = {
+            "weight_offset": config.weight_offset,
+            "cast_first": norm.cast_first,
+            "strategy": self.strategy,
+        }
+        return norm_linear(input, norm.weight, self.weight, self.bias, config.eps, **options)
 
 
 def may_overwrite(root: nn.Module, projection: nn.Module) -> bool:

@@ -119,6 +119,7 @@ OP_FAMILIES: dict[str, type[StrEnum]] = {
     "moe": MLPStrategy,
     "fused_mlp_residual_norm": MLPStrategy,
     "linear": LinearStrategy,
+    "norm_linear": LinearStrategy,
     "rotary": RotaryStrategy,
     "cache_append": CacheStrategy,
     "rotary_append": CacheStrategy,

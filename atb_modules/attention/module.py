@@ -27,6 +27,7 @@ from atb_modules.attention.qkv import FusedQKV, QKVLayout, SeparateQKV, check_ou
 from atb_modules.attention.rope import RotaryConfig, RotaryEmbedding, RotaryLayout, rotary
 from atb_modules.attention.sparse import layout_part, layout_tensor
 from atb_modules.checks import check_int, check_tensor, check_type
+from atb_modules.fusions import DEFAULT_FUSIONS, Fusion
 from atb_modules.linear import Linear, may_overwrite
 from atb_modules.norm import build_norm
 from atb_modules.overlays import Overlays
@@ -56,6 +57,8 @@ class Attention(nn.Module):
     """
 
     block_layout: Tensor | None
+
+    fusions: frozenset[Fusion] = DEFAULT_FUSIONS  # what runs as one kernel, see TransformerLayer.use_fusions
 
     def __init__(
         self,
@@ -298,8 +301,9 @@ class Attention(nn.Module):
                 positions = step.positions if position_ids is None else position_ids
                 rotary_tables = self.rotary(positions, step.max_kv_length)
             cos, sin = rotary_tables
-            if rotate_late:
-                q, k = self._position(q, k, rotary_tables)
+            if rotate_late or Fusion.ROTARY_APPEND not in self.fusions:
+                q, k = self._rotate(q, k, rotary_tables)
+                q, k = self._normalise(q, k) if rotate_late else (q, k)
                 cache_append(k, v, k_pages, v_pages, slots, strategy=config.cache_strategy, trusted=True)
             else:
                 interleaved = self.rotary.config.layout is RotaryLayout.INTERLEAVED
@@ -345,13 +349,16 @@ class Attention(nn.Module):
         if order is QKNormOrder.BEFORE_ROTARY:
             q, k = self._normalise(q, k)
         if self.rotary is not None and tables is not None:
-            config = self.rotary.config
-            options: dict[str, Any] = {"layout": config.layout, "strategy": config.strategy}
-            options["overwrite"] = self._owns_qkv()
-            q, k = rotary(q, *tables, **options), rotary(k, *tables, **options)
+            q, k = self._rotate(q, k, tables)
         if order is QKNormOrder.AFTER_ROTARY:
             q, k = self._normalise(q, k)
         return q, k
+
+    def _rotate(self, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+        assert self.rotary is not None
+        options: dict[str, Any] = {"layout": self.rotary.config.layout, "strategy": self.rotary.config.strategy}
+        options["overwrite"] = self._owns_qkv()
+        return rotary(q, *tables, **options), rotary(k, *tables, **options)
 
     def _owns_qkv(self) -> bool:
         """Whether nobody else can hold the memory of q and k."""

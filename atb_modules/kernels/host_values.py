@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,6 +26,13 @@ def remember(tensor: Tensor, values: Sequence[int]) -> Tensor:
         raise ValueError(f"values has {len(values)} numbers; tensor has shape {tuple(tensor.shape)}")
     _KNOWN[tensor] = (_version(tensor), tuple(int(value) for value in values))
     return tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on ``device``. A device copies from pinned memory alone without the host waiting for it."""
+    if device.type in ("cpu", "meta"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def host_values(tensor: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atb_modules.checks import check_bool, check_int, check_probability, check_type
+from atb_modules.fusions import DEFAULT_FUSIONS, Fusion
 from atb_modules.linear import Linear, fuse_on_load, may_overwrite
 from atb_modules.mlp.functional import activation, gated_activation
 from atb_modules.mlp.routing import MoEConfig
@@ -104,12 +105,18 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, self.config.bias, **options)
         self.dropout = nn.Dropout(self.config.dropout)
 
+    #: what runs as one kernel; see ``TransformerLayer.use_fusions``
+    fusions: frozenset[Fusion] = DEFAULT_FUSIONS
+
     def forward(self, x: Tensor) -> Tensor:
         kind = self.mlp_type.activation
         if self.mlp_type.is_gated:
             gate, up = self.gate_up_proj(x).split(self.intermediate_size, dim=-1)
             overwrite = may_overwrite(self, self.gate_up_proj)
-            hidden = gated_activation(gate, up, kind, strategy=self.config.strategy, overwrite=overwrite)
+            if Fusion.GATE in self.fusions:
+                hidden = gated_activation(gate, up, kind, strategy=self.config.strategy, overwrite=overwrite)
+            else:
+                hidden = activation(gate, kind) * up
         else:
             hidden = activation(self.up_proj(x), kind, overwrite=may_overwrite(self, self.up_proj))
         return self.down_proj(self.dropout(hidden))

@@ -1,6 +1,6 @@
 """The parity harness: compare a kernel with the float64 reference. Public, so that users can test their own kernels."""
 
-from atb_modules.testing.devices import tested_device, tested_strategies
+from atb_modules.testing.devices import device_under_test, strategies_under_test
 from atb_modules.testing.memory import peak_memory, poisoned_memory
 from atb_modules.testing.parity import Comparison, assert_parity, compare
 from atb_modules.testing.plain import plain_attention, plain_paged_attention, summation_orders
@@ -19,6 +19,6 @@ __all__ = [
     "poisoned_memory",
     "quantization_bound",
     "summation_orders",
-    "tested_device",
-    "tested_strategies",
+    "device_under_test",
+    "strategies_under_test",
 ]

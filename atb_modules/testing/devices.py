@@ -9,12 +9,12 @@ from enum import StrEnum
 
 from atb_modules.kernels.registry import kernels
 
-_DEVICE_TYPE: ContextVar[str] = ContextVar("atb_modules_tested_device", default="cpu")
+_DEVICE_TYPE: ContextVar[str] = ContextVar("atb_modules_device_under_test", default="cpu")
 
 
 @contextlib.contextmanager
-def tested_device(device_type: str) -> Iterator[None]:
-    """Inside, ``tested_strategies`` are those of this kind of device; a suite collects its tests within."""
+def device_under_test(device_type: str) -> Iterator[None]:
+    """Inside, ``strategies_under_test`` are those of this kind of device; a suite collects its tests within."""
     token = _DEVICE_TYPE.set(device_type)
     try:
         yield
@@ -22,7 +22,7 @@ def tested_device(device_type: str) -> Iterator[None]:
         _DEVICE_TYPE.reset(token)
 
 
-def tested_strategies(op: str) -> list[StrEnum]:
+def strategies_under_test(op: str) -> list[StrEnum]:
     """The strategies of ``op`` that the parity tests run: on the CPU all with a kernel for it, else its own alone."""
     device_type = _DEVICE_TYPE.get()
     if device_type == "cpu":

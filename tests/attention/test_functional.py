@@ -19,10 +19,10 @@ from atb_modules.testing import (
     poisoned_memory,
     summation_orders,
 )
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
-STRATEGIES = tested_strategies("attention")
-PAGED = tested_strategies("paged_attention")
+STRATEGIES = strategies_under_test("attention")
+PAGED = strategies_under_test("paged_attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -1,4 +1,4 @@
-"""The CPU's parity tests, collected once more for kernels of the NPU: their calls go to the emulated device and back."""
+"""The CPU's parity tests, collected once more for the NPU: their calls go to the emulated device and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from atb_modules import ops
 from atb_modules.kernels.pages import QuantizedPages
-from atb_modules.testing.devices import tested_device
+from atb_modules.testing.devices import device_under_test
 
 #: ops that write to their arguments
 WRITERS = ("cache_append", "rotary_append")
@@ -62,7 +62,7 @@ def borrow(path: str, names: tuple[str, ...]) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"borrowed_{file.stem}_{file.parent.name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with tested_device("npu"):
+    with device_under_test("npu"):
         spec.loader.exec_module(module)
     for name in names:
         setattr(module, name, on_npu(getattr(ops, name)))

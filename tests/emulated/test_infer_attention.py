@@ -99,7 +99,7 @@ def test_the_mode_is_ignored_for_one_query(npu):
 
 
 def pages_of(sequences, block_size, generator, extra=3):
-    """Pages (blocks, kv heads, block_size, D) in random order, and the block table, of sequences (kv heads, length, D)."""
+    """Pages (blocks, kv heads, block_size, D) in random order, and the block table, of (kv heads, length, D)."""
     counts = [-(-s.shape[1] // block_size) for s in sequences]
     order = torch.randperm(sum(counts) + extra, generator=generator)
     heads, _, width = sequences[0].shape

@@ -18,14 +18,14 @@ from atb_modules.kernels.reference.norm import (
 )
 from atb_modules.kernels.reference.rotary import rotary_reference
 from atb_modules.testing import assert_parity, fresh_generator, poisoned_memory
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 7), (1, 1, 1), (2, 5, 64), (4, 1030), (0, 16), (130, 576)]
 
 
 def strategies(op):
-    return pytest.mark.parametrize("strategy", tested_strategies(op), ids=str)
+    return pytest.mark.parametrize("strategy", strategies_under_test(op), ids=str)
 
 
 def randn(shape, generator, dtype=torch.float32):

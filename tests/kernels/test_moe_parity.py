@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from atb_modules import ops
 from atb_modules.kernels.reference.moe import moe_reference
 from atb_modules.testing import assert_parity, fresh_generator, poisoned_memory
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
-STRATEGIES = tested_strategies("moe")
+STRATEGIES = strategies_under_test("moe")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = {
     "silu": lambda gate, up: F.silu(gate) * up,

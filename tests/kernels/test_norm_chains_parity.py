@@ -11,14 +11,14 @@ from atb_modules import ops
 from atb_modules.kernels.reference.mlp import mlp_residual_norm_reference
 from atb_modules.kernels.reference.norm import modulated_norm_reference
 from atb_modules.testing import assert_parity, fresh_generator, poisoned_memory
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = ["layernorm", "rmsnorm"]
 
 
 def strategies(op):
-    return pytest.mark.parametrize("strategy", tested_strategies(op), ids=str)
+    return pytest.mark.parametrize("strategy", strategies_under_test(op), ids=str)
 
 
 def randn(shape, generator, dtype=torch.float32):

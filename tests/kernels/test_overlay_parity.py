@@ -12,9 +12,9 @@ from atb_modules.ops import attention
 from atb_modules.overlays import Overlays
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, plain_attention, poisoned_memory, summation_orders
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
-STRATEGIES = tested_strategies("attention")
+STRATEGIES = strategies_under_test("attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atb_modules.kernels.host_values import remember
+from atb_modules.kernels.host_values import remember, upload
 
 from .book import PageBook
 
@@ -114,7 +114,7 @@ class StepBuilder:
         tables = [group.table.view(batch) for group in self._book.groups]
         if self._device.type != "cpu":
             cu_seqlens, positions, kv_lengths, *rest = (
-                part.to(self._device) for part in (cu_seqlens, positions, kv_lengths, *slots, *tables)
+                upload(part, self._device) for part in (cu_seqlens, positions, kv_lengths, *slots, *tables)
             )
             slots, tables = rest[: len(slots)], rest[len(slots) :]
             starts = [0, *itertools.accumulate(lengths)]

@@ -84,6 +84,8 @@ def _inference_takes(q: Tensor, v: Tensor, structure: Structure, empty: Tensor |
         return False
     if mask is not None and mask.shape[1] > 1:
         return False
+    if q.shape[1] > 64 * v.shape[1]:
+        return False
     if q.shape[2] == 1:  # it corrects no rows that see nothing there, and ignores modes
         return empty is None and mask is None and structure.mode in (0, 3)
     return q.shape[-1] % 16 == 0

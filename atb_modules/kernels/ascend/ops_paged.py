@@ -11,7 +11,7 @@ from atb_modules.kernels.ascend.derived import derived
 from atb_modules.kernels.ascend.ops_attention import attention_ascend
 from atb_modules.kernels.ascend.ops_rows import rotary_ascend
 from atb_modules.kernels.ascend.structure import UNLIMITED, triangle
-from atb_modules.kernels.host_values import host_values
+from atb_modules.kernels.host_values import host_values, upload
 from atb_modules.kernels.pages import Pages
 from atb_modules.kernels.torch.cache import cache_append_torch
 from atb_modules.kernels.torch.paged import gather_pages
@@ -62,7 +62,7 @@ def _some_rows(
     """One token of some of the rows, none of the others."""
     rows = [row for row, count in enumerate(queries) if count]
     lengths = tuple(host_values(kv_lengths)[row] for row in rows)
-    where = torch.tensor(rows).to(q.device, non_blocking=True)
+    where = upload(torch.tensor(rows), q.device)
     table, kv_lengths = table.index_select(0, where), kv_lengths.index_select(0, where)
     return _decode(q, k_pages, v_pages, table, kv_lengths, lengths, spec, need_lse)
 
@@ -128,14 +128,14 @@ def _decode(
 
 def _moved(table: Tensor, firsts: list[int], width: int) -> Tensor:
     """Each row's blocks from the first that its window reaches: a freed block behind it is never looked up."""
-    columns = torch.tensor(firsts, device=table.device)[:, None] + torch.arange(width, device=table.device)
+    columns = upload(torch.tensor(firsts), table.device)[:, None] + torch.arange(width, device=table.device)
     inside = columns < table.shape[1]
     return table.gather(1, columns.clamp(max=table.shape[1] - 1)).masked_fill(~inside, 0).clamp(min=0)
 
 
 def _before(device: torch.device, seen: list[int], left: int, columns: int) -> Tensor:
     """bool (batch, columns), True = hidden: what the first block holds from before the window."""
-    first = torch.tensor([max(0, length - 1 - left) for length in seen], device=device)
+    first = upload(torch.tensor([max(0, length - 1 - left) for length in seen]), device)
     return torch.arange(columns, device=device) < first[:, None]
 
 
@@ -153,7 +153,7 @@ def _prefill(
     longest, batch = max(queries), len(queries)
     row = torch.repeat_interleave(torch.arange(batch), torch.tensor(queries))
     place = torch.cat([torch.arange(count) for count in queries])
-    where = (row * longest + place).to(q.device, non_blocking=True)
+    where = upload(row * longest + place, q.device)
     padded = q.new_zeros(batch * longest, *q.shape[1:]).index_copy(0, where, q)
     mode, mask, before, after = 0, None, UNLIMITED, UNLIMITED
     if spec.masks_keys:

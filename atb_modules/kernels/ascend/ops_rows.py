@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atb_modules.kernels.ascend.derived import constant, derived
-from atb_modules.kernels.ascend.rules import HALVES
+from atb_modules.kernels.ascend.rules import HALVES, is_310p
+from atb_modules.kernels.torch.linear import linear_torch
 from atb_modules.kernels.torch.norm import add_layer_norm_torch, add_rms_norm_torch, rms_norm_torch
 
 _NPU = torch.ops.npu
@@ -37,7 +38,7 @@ def rms_norm_ascend(
 
 def _rms_norm(rows: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:
     half = rows.dtype in HALVES
-    if weight is not None and offset == 1.0 and not cast_first and not _recorded(rows, weight):
+    if weight is not None and offset == 1.0 and not cast_first and not _recorded(rows, weight) and not is_310p():
         return _NPU.npu_gemma_rms_norm(rows.contiguous(), weight.to(rows.dtype), eps)[0]
     if half and weight is not None and (offset or weight.dtype == torch.float32):
         # the operator takes weights of x's dtype; what that would round is computed in float32
@@ -170,3 +171,16 @@ def _both_planes(angles: Tensor, interleaved: bool) -> Tensor:
     """(tokens, planes) as (1, tokens, 1, 2 * planes): each plane's number for both of its channels."""
     spread = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
     return spread[None, :, None]
+
+
+def norm_linear_ascend(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+) -> Tensor:
+    """npu_rms_norm, then the product of torch_npu."""
+    return linear_torch(rms_norm_ascend(x, norm_weight, eps, weight_offset, cast_first), weight, bias)

@@ -12,12 +12,20 @@ from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
     ActivationTraits,
     CacheAppendTraits,
+    LinearTraits,
     NormTraits,
     PagedAttentionTraits,
     RotaryTraits,
 )
 from atb_modules.spec import AttentionSpec
-from atb_modules.strategies import AttentionStrategy, CacheStrategy, MLPStrategy, NormStrategy, RotaryStrategy
+from atb_modules.strategies import (
+    AttentionStrategy,
+    CacheStrategy,
+    LinearStrategy,
+    MLPStrategy,
+    NormStrategy,
+    RotaryStrategy,
+)
 
 
 def _norm_reasons(operator: str, on_310p: bool = True):
@@ -123,6 +131,18 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
     )
 
 
+def _product_reasons(spec: None, traits: LinearTraits) -> tuple[str, ...]:
+    return tuple(chip_and_dtype(traits, "npu_rms_norm", FLOATS))
+
+
+def _product_cost(spec: None, traits: LinearTraits) -> Cost:
+    weights = 1.0 * traits.in_features * traits.out_features
+    rows = 3.0 * traits.rows * traits.in_features + traits.rows * traits.out_features
+    moved = weights * traits.weight_dtype.itemsize + rows * traits.dtype.itemsize
+    passes = 3.0 if traits.requires_grad else 1.0
+    return Cost(operations=2.0 * passes * traits.rows * weights, bytes=passes * moved, calls=2.0 * passes)
+
+
 def _add(op: str, strategy: Any, function: Any, reasons: Any, cost: Any, transformable: bool = True) -> None:
     register(Kernel(op, strategy, function, reasons, cost, device_types=("npu",), transformable=transformable))
 
@@ -161,3 +181,4 @@ _add(
     lambda spec, traits: tuple(_paged(spec, traits)),
     _paged_cost,
 )
+_add("norm_linear", LinearStrategy.ASCEND, ops_rows.norm_linear_ascend, _product_reasons, _product_cost)

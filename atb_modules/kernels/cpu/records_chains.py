@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from atb_modules.kernels.activation import activation_torch
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
-from atb_modules.kernels.traits import MLPChainTraits, NormTraits
-from atb_modules.strategies import MLPStrategy, NormStrategy
+from atb_modules.kernels.traits import LinearTraits, MLPChainTraits, NormTraits
+from atb_modules.strategies import LinearStrategy, MLPStrategy, NormStrategy
 
 from .ops_linear import GEMV_ROWS
-from .records import _supported, add_layer_norm_cpu, add_rms_norm_cpu, add_rms_norm_cpu_, common_reasons, linear_cpu
+from .records import (
+    _linear_cost,
+    _linear_reasons,
+    _supported,
+    add_layer_norm_cpu,
+    add_rms_norm_cpu,
+    add_rms_norm_cpu_,
+    common_reasons,
+    linear_cpu,
+    rms_norm_cpu,
+)
 
 _OPS = torch.ops.atb_modules
 
@@ -107,6 +119,38 @@ register(
         _chain_reasons,
         _chain_cost,
         _CPU,
+        transformable=False,
+    )
+)
+
+
+def norm_linear_cpu(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_first: bool = False,
+) -> Tensor:
+    """One native pass for the norm, then the product: normed rows stay in the processor's cache in between."""
+    return linear_cpu(rms_norm_cpu(x, norm_weight, eps, weight_offset, cast_first), weight, bias)
+
+
+def _norm_linear_cost(spec: None, traits: LinearTraits) -> Cost:
+    product = _linear_cost(spec, traits)
+    moved = 2.0 * traits.dtype.itemsize * traits.rows * traits.in_features
+    return dataclasses.replace(product, bytes=product.bytes + moved, calls=product.calls + 1.0)
+
+
+register(
+    Kernel(
+        "norm_linear",
+        LinearStrategy.CPU,
+        norm_linear_cpu,
+        _linear_reasons,
+        _norm_linear_cost,
+        ("cpu",),
         transformable=False,
     )
 )

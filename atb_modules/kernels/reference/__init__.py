@@ -1,3 +1,12 @@
 """The einops reference of every op: reads like the formula, any floating dtype, float64-capable, never fast."""
 
-from atb_modules.kernels.reference import attention, cache, linear, mlp, moe, norm, rotary  # noqa: F401  (registration)
+from atb_modules.kernels.reference import (  # noqa: F401  (registration)
+    attention,
+    cache,
+    linear,
+    mlp,
+    moe,
+    norm,
+    norm_linear,
+    rotary,
+)

@@ -54,6 +54,10 @@ class Booted:
         """The last function of CANN that was called and has no answer; empty if none was."""
         return self.runtime.emulated_npu_unanswered().decode()
 
+    def host_waits(self) -> int:
+        """How often the runtime was asked to wait for a device, a stream or an event, or for a blocking copy."""
+        return self.runtime.emulated_host_wait_count()
+
 
 _BOOTED: Booted | None = None
 
@@ -113,6 +117,7 @@ def _load(stubs: Path) -> ctypes.CDLL:
     """Map the stubs: libraries that are mapped satisfy torch_npu's needs by name, with no search path set."""
     runtime = ctypes.CDLL(str(stubs / RUNTIME), mode=ctypes.RTLD_GLOBAL)
     runtime.emulated_npu_unanswered.restype = ctypes.c_char_p
+    runtime.emulated_host_wait_count.restype = ctypes.c_long
     runtime.emulated_operators_lines.restype = ctypes.c_char_p
     runtime.emulated_npu_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_size_t)
     for name in CANN:

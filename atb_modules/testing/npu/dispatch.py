@@ -52,7 +52,7 @@ class EmulatedNPU(TorchDispatchMode):
 
     def __init__(self, check_meta: bool = True, soc: str | Soc | None = None, poison: bool = True) -> None:
         super().__init__()
-        here = booted() or boot()
+        here = self._booted = booted() or boot()
         self.check_meta = check_meta
         self.soc = here.soc if soc is None else soc if isinstance(soc, Soc) else find_soc(soc)
         self.poison = poison
@@ -61,12 +61,18 @@ class EmulatedNPU(TorchDispatchMode):
 
     @contextmanager
     def forbid_host_sync(self) -> Iterator[None]:
-        """Inside, an operator that makes the host wait for the device raises HostSyncError."""
+        """Inside, an operator that makes the host wait for the device raises HostSyncError.
+
+        Waits for a stream, an event or the device, which are no operators, raise it when the block ends.
+        """
         before, self._syncs_forbidden = self._syncs_forbidden, True
+        waits = self._booted.host_waits()
         try:
             yield
         finally:
             self._syncs_forbidden = before
+        if self._booted.host_waits() != waits:
+            raise HostSyncError("the host waited for a stream, an event or the device")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,14 +141,11 @@ class EmulatedNPU(TorchDispatchMode):
 
 
 def _device(args: Any, kwargs: Any) -> torch.device | None:
-    """The NPU that a call runs on; None where it touches none."""
-    for value in tree_flatten((args, kwargs))[0]:
-        if is_npu(value):
-            return value.device
+    """The NPU that a call runs on, and puts its results on; None where it touches none."""
     asked = kwargs.get("device")
     if asked is not None and torch.device(asked).type == "npu":
         return torch.device(asked)
-    return None
+    return next((value.device for value in tree_flatten((args, kwargs))[0] if is_npu(value)), None)
 
 
 def _to_host(kwargs: dict[str, Any]) -> bool:
@@ -161,14 +164,28 @@ def _sources(name: str, args: Any) -> tuple[Any, ...]:
 def _waits(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Whether the host needs values from the device before it can go on."""
     if name in _COPIES:
-        blocking = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
-        target = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or args[0].device)
-        return blocking and target.type == "cpu" and any(map(is_npu, _sources(name, args)))
+        return _copy_waits(name, args, kwargs)
     if name in _SEARCHES:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or ())
     if name.startswith("aten::repeat_interleave"):
         return any(is_npu(value) for value in args[-1:]) and kwargs.get("output_size") is None
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _copy_waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a copy between host and device waits: always, unless it is told not to and the host's memory is pinned.
+
+    So does torch_npu's host code, in both directions, as the dry run shows; a copy to the host that makes its own
+    result pins it.
+    """
+    into = name == "aten::copy_"
+    source, target = (args[1], args[0]) if into else (args[0], None)
+    there = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
+    if source.device.type == there.type:
+        return False
+    asked = kwargs.get("non_blocking") or (into and len(args) > 2 and args[2])
+    host = source if source.device.type == "cpu" else target
+    return not asked or (host is not None and not host.is_pinned())
 
 
 def _grow(there: Tensor, here: Tensor) -> None:

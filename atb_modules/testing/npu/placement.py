@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_flatten
 
 from atb_modules.testing.npu.binding import require
 
-#: Operation -> tensors that stay on the host. ATB sizes its tiles from the lengths before the launch, and torch_npu copies
-#: none back from the device: the dry run shows no copy.
+#: Operation -> tensors that stay on the host. ATB sizes its tiles from the lengths before the launch, and torch_npu
+#: copies none back from the device: the dry run shows no copy.
 _ON_HOST = {
     "atb::_npu_paged_attention": ("context_lens",),
     "atb::_npu_paged_attention_mla": ("context_lens",),

@@ -23,10 +23,10 @@ from atb_modules.testing import (
     quantization_bound,
     summation_orders,
 )
-from atb_modules.testing.devices import tested_strategies
+from atb_modules.testing.devices import strategies_under_test
 
-APPENDS = tested_strategies("cache_append")
-PAGED = tested_strategies("paged_attention")
+APPENDS = strategies_under_test("cache_append")
+PAGED = strategies_under_test("paged_attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -14,6 +14,7 @@ bool recording = false;
 std::mutex mutex;
 std::string lines;
 std::vector<std::string> tensors;
+long host_waits = 0;
 } // namespace
 
 ANSWER void emulated_operators_record(int on) {
@@ -45,7 +46,11 @@ ANSWER int emulated_operator_note(const char *name) {
 
 ANSWER void emulated_host_waits(const char *name) {
   const std::lock_guard<std::mutex> lock(mutex);
+  ++host_waits;
   if (recording) lines += std::string("host:") + name + '\n';
+}
+ANSWER long emulated_host_wait_count() {
+  return host_waits;
 }
 
 ANSWER void emulated_operator_tensor(int dtype, const int64_t *sizes, uint64_t count) {

@@ -16,8 +16,8 @@ def matmul_backward(
     """Gradients of ``torch.matmul`` for both sides, vectors and broadcast batches included."""
     left = self[None] if self.dim() == 1 else self
     right = other[:, None] if other.dim() == 1 else other
-    upstream = grad[..., None, :] if self.dim() == 1 else grad
-    upstream = upstream[..., None] if other.dim() == 1 else upstream
+    upstream = grad[..., None] if other.dim() == 1 else grad
+    upstream = upstream[..., None, :] if self.dim() == 1 else upstream
     first = _shrink(upstream @ right.mT, left).reshape(self.shape) if mask[0] else None
     second = _shrink(left.mT @ upstream, right).reshape(other.shape) if mask[1] else None
     return first, second
