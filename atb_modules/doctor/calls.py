@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atb_modules import ops
 from atb_modules.kernels.registry import Explanation, explain_call, explain_choice
+from atb_modules.norm_linear import norm_linear
 from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import use_strategy
 
@@ -162,6 +163,12 @@ def _linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     return (ops.linear(x, weight, bias, strategy=strategy),)
 
 
+def _norm_linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
+    x, norm_weight = inputs.normal(5, 64), inputs.normal(64)
+    weight, bias = inputs.normal(48, 64, scale=1 / 8), inputs.normal(48)
+    return (norm_linear(x, norm_weight, weight, bias, strategy=strategy),)
+
+
 def _rotary(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     x = inputs.normal(5, _HEADS, _HEAD_DIM)
     return (ops.rotary(x, *inputs.table(5, _HEAD_DIM // 2), strategy=strategy),)
@@ -249,6 +256,7 @@ SMALL_CALLS: dict[str, SmallCall] = {
         SmallCall("moe", _moe),
         SmallCall("fused_mlp_residual_norm", _fused_mlp_residual_norm),
         SmallCall("linear", _linear),
+        SmallCall("norm_linear", _norm_linear),
         SmallCall("rotary", _rotary),
         SmallCall("cache_append", _cache_append),
         SmallCall("rotary_append", _rotary_append),
