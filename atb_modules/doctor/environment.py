@@ -10,6 +10,7 @@ from pathlib import Path
 from atb_modules.doctor.data import Finding, Level, Software, Verdict
 from atb_modules.doctor.matrix import NUMPY_2_FROM, PairVerdict, judge_pair, minor
 from atb_modules.doctor.places import Places, is_directory, run_command
+from atb_modules.kernels.ascend import ascendc
 
 #: variables that decide what is loaded
 PATHS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "ATB_HOME_PATH")
@@ -62,6 +63,7 @@ def check_environment(software: Software, places: Places) -> tuple[PairVerdict, 
         *_paths(places),
         *_libraries(software, places),
         *_atb(software, places),
+        *_ascend_c(software),
         *_numpy(software),
         *_driver(software),
         *_switches(places),
@@ -170,6 +172,13 @@ def _atb(software: Software, places: Places) -> Iterator[Finding]:
     if None not in known and known[0] != known[1]:
         text = f"ATB is of CANN {known[0]}, CANN is {known[1]}"
         yield Finding(Level.WARNING, "ATB", text, "install the nnal of this CANN")
+
+
+def _ascend_c(software: Software) -> Iterator[Finding]:
+    if software.ascend_c.value is None and software.cann_home is not None and software.torch_npu.value is not None:
+        sources = Path(ascendc.__file__).parent
+        step = f"cmake -S {sources} -B build/ascend && cmake --build build/ascend"
+        yield Finding(Level.NOTE, "Ascend C", "our own kernels are not built; torch_npu's operators serve alone", step)
 
 
 def _numpy(software: Software) -> Iterator[Finding]:

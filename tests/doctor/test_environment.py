@@ -12,10 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atb_modules.doctor import report
+from atb_modules.kernels.ascend import ascendc
 
 from .installations import Installation
 
 ABI = int(torch.compiled_with_cxx11_abi())
+
+
+@pytest.fixture(autouse=True)
+def ascend_c(tmp_path, monkeypatch):
+    """Our Ascend C kernels, as if they were built."""
+    library = tmp_path / "libatb_ascend.so"
+    library.touch()
+    monkeypatch.setattr(ascendc, "LIBRARY", library)
+    return library
 
 
 def look(machine, **options):
@@ -61,10 +71,19 @@ def test_a_pair_of_the_table_is_compatible(machine):
     assert "Ascend: compatible" in str(found)
 
 
-def test_nothing_is_here(machine):
+def test_our_ascend_c_kernels(machine, ascend_c):
+    assert look(healthy(machine)).software.ascend_c.value == "built"
+    ascend_c.unlink()
+    found = look(machine)
+    assert found.ok and found.software.ascend_c.value is None
+    assert finding(found, "Ascend C").next_step.startswith("cmake -S ")
+
+
+def test_nothing_is_here(machine, ascend_c):
+    ascend_c.unlink()
     found = look(machine)
     assert found.ok and found.verdict == "unknown" and found.findings == () and found.variables == ()
-    assert "not here     numpy, torch_npu, CANN, ATB, driver, firmware, SoC" in str(found)
+    assert "not here     numpy, torch_npu, CANN, ATB, Ascend C, driver, firmware, SoC" in str(found)
 
 
 @pytest.mark.parametrize("torch_version,wrong", [("2.9.1", False), ("2.9.0+cpu", False), ("2.10.0", True)])

@@ -10,6 +10,7 @@ from atb_modules.doctor import report
 from atb_modules.doctor.places import Places
 from atb_modules.kernels import registry
 from atb_modules.strategies import OP_FAMILIES
+from atb_modules.testing.npu import NoReferenceError
 
 BARE = Places(environ={}, package_path=())
 ASCEND = [op for op in OP_FAMILIES for kernel in registry.kernels(op) if "npu" in kernel.device_types]
@@ -49,3 +50,17 @@ def test_a_broken_npu_kernel_is_found_out(monkeypatch):
     registry.forget_choices()
     failed = {(check.op, check.strategy, check.device) for check in report(places=BARE).failed}
     assert ("rms_norm", "ascend", "npu") in failed and {device for _, _, device in failed} == {"npu"}
+
+
+def test_what_the_emulation_cannot_compute_is_no_failure(monkeypatch):
+    def unknown(*args, **kwargs):
+        raise NoReferenceError("npu::unknown has no reference")
+
+    planted = [
+        dataclasses.replace(k, function=unknown) if k.strategy == "ascend" else k for k in registry.kernels("rms_norm")
+    ]
+    monkeypatch.setitem(registry._KERNELS, "rms_norm", planted)
+    registry.forget_choices()
+    checks = [c for c in report(places=BARE).checked if c.op == "rms_norm" and c.strategy == "ascend"]
+    checks = [c for c in checks if c.device == "npu"]
+    assert {c.status.value for c in checks} == {"not run"} and "the emulation does not compute it" in checks[0].why[0]
