@@ -169,14 +169,14 @@ def use_strategy(**families: str) -> Iterator[None]:
     Keywords: attention, norm, mlp, linear, rotary, cache, decode, multimodal. An override wins over what a module
     was built with.
     """
-    members = dict.fromkeys(_OVERRIDES.get())
+    # A list, for no set or dict tells apart members of different families with the same word.
+    members = list(_OVERRIDES.get())
     for word, value in families.items():
         if word not in _FAMILY_WORDS:
             raise TypeError(f"use_strategy got {word!r}; allowed keywords: {', '.join(_FAMILY_WORDS)}")
         family = _FAMILY_WORDS[word]
         chosen = parse_enum(family, value, word)
-        members = dict.fromkeys(m for m in members if not isinstance(m, family))
-        members[chosen] = None
+        members = [*(m for m in members if not isinstance(m, family)), chosen]
     token = _OVERRIDES.set(tuple(members))
     try:
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from atb_modules.doctor import explain_log, report
@@ -67,9 +68,13 @@ def _explain(parser: argparse.ArgumentParser, log: str, as_json: bool) -> int:
 
 
 def _print(text: str) -> None:
-    """Characters that the terminal's encoding lacks are replaced: a log may hold any."""
+    """Characters that the terminal's encoding lacks are replaced: a log may hold any. A reader may leave early."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding))
+    try:
+        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, and nobody complains when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Inputs:
         return torch.tensor(values, dtype=dtype).to(self.device)
 
 
+_ALL_REFERENCE = dict.fromkeys(("attention", "norm", "mlp", "linear", "rotary", "cache"), "reference")
 Run = Callable[[Inputs, str], tuple[Tensor, ...]]
 
 
@@ -66,6 +67,11 @@ class SmallCall:
     run: Run
     reference: str = "reference"
     explain_with: Callable[[Inputs], Explanation] | None = None
+
+    def golden(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What is right: the reference in float64 on the host, whatever it is made of a reference, too."""
+        with use_strategy(**_ALL_REFERENCE):
+            return self.run(Inputs(dtype, wide=True), self.reference)
 
     def explain(self, inputs: Inputs) -> Explanation:
         if self.explain_with is not None:
@@ -193,7 +199,8 @@ def _small_model(inputs: Inputs) -> DecoderModel:
         rotary=(RotaryConfig(),),
         max_positions=64,
     )
-    model = DecoderModel(config, mode="inference")
+    with torch.random.fork_rng(devices=[]):
+        model = DecoderModel(config, mode="inference")
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights near 1, matrices that keep the size of what they multiply.
@@ -210,8 +217,9 @@ def _decode_layer(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     cache = model.new_cache(64, page_size=16, num_pages=8)
     cache.begin(1)
     prompt = inputs.numbers([3, 1, 4, 15, 9], torch.int64)
-    with use_strategy(decode=strategy):
+    with use_strategy(**_ALL_REFERENCE):
         model.run_packed(model.embed_tokens(prompt), cache.step([5]), cache)
+    with use_strategy(decode=strategy):
         return (DecodeStep(model, cache)([7]),)
 
 

@@ -120,7 +120,7 @@ def _set_env(software: Software, places: Places) -> Iterator[Finding]:
 def _set_env_of(home: Path) -> Path:
     """The script of a CANN; of ``.../ascend-toolkit/latest`` it lies one level up."""
     own = home / "set_env.sh"
-    return own if not home.name == "latest" or own.is_file() else home.parent / "set_env.sh"
+    return own if home.name != "latest" or own.is_file() else home.parent / "set_env.sh"
 
 
 def _paths(places: Places) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """The error texts of an Ascend installation that are known, as data: what each means, and what to do.
 
-The order is the order of specificity: where several are in one log, the first of this table is the likeliest cause. Codes
-are those of CANN's runtime (``ACL_ERROR_*``), of its operator library and of its modules (``E?????``), as its error code
-references list them.
+The order is the order of specificity: where several are in one log, the first of this table is the likeliest cause.
+Codes are those of CANN's runtime (``ACL_ERROR_*``), of its operator library and of its modules (``E?????``), as its
+error code references list them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _MEMORY = "smaller batches or sequences; look at npu-smi info for other processe
 
 #: What stands before a number that is an error code, and nothing between but punctuation.
 _CONTEXT = (
-    r"(?:error[ _-]?(?:code|no|id|number)?|err[ _-]?(?:code|no)?|ret(?:urn(?:ed|s)?)?(?:[ _-]?(?:code|value|val))?|errno"
-    r"|runtime[ _]?result|rt[ _]?result|acl[ _]?result|code|failed(?: with)?|failure|fail)"
+    r"(?:(?:acl|rt)?error[ _-]?(?:code|no|id|number)?|(?:acl|rt)?err[ _-]?(?:code|no)?|errno"
+    r"|(?:acl|rt)?ret(?:urn(?:ed|s)?)?(?:[ _-]?(?:code|value|val))?|(?:runtime|rt|acl)[ _]?result|code\s*[:=]"
+    r"|fail(?:ed|ure)?(?: with)?)"
 )
 _BETWEEN = r"(?:\s+(?:is|was|of|code|value|with|by))?[\s:=,\[\](){}#'\"]{0,8}"
 
@@ -53,12 +54,21 @@ def _text(name: str, words: tuple[str, ...], pattern: str, meaning: str, *next_s
     return KnownError(name, words, re.compile(pattern, re.IGNORECASE), meaning, next_steps)
 
 
+def _number(number: int) -> str:
+    """A whole number behind a word for an error: "error code is 507035", "retCode is 0x7bc9b", never "step 507035"."""
+    return rf"(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.])(?:{number}|{number:#x})(?![\w]|\.\d)"
+
+
 def _code(number: int, symbol: str | None, meaning: str, *next_steps: str) -> KnownError:
-    """A numeric code: a whole number behind a word for an error, or its symbol."""
-    whole = rf"(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.]){number}(?![\w]|\.\d)"
-    pattern = whole if symbol is None else rf"{whole}|\b{symbol}\b"
-    words = (str(number),) if symbol is None else (str(number), symbol.lower())
+    """A numeric code, decimal or hexadecimal, or its symbol."""
+    pattern = _number(number) if symbol is None else rf"{_number(number)}|\b{symbol}\b"
+    words = (*_words(number), *(() if symbol is None else (symbol.lower(),)))
     return _text(str(number), words, pattern, meaning, *next_steps)
+
+
+def _words(*numbers: int) -> tuple[str, ...]:
+    """How codes are written."""
+    return tuple(word for number in numbers for word in (str(number), f"{number:#x}"))
 
 
 def _module_code(name: str, meaning: str, *next_steps: str) -> KnownError:
@@ -70,7 +80,7 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     _text(
         "libatb.so missing",
         ("libatb.so",),
-        r"libatb\.so[^:]*: cannot open shared object|cannot find .{0,40}libatb\.so|libatb\.so.{0,40}not found",
+        r"libatb\.so[^:]{0,60}: cannot open shared object|cannot find .{0,40}libatb\.so|libatb\.so.{0,40}not found",
         "the loader does not find ATB: nnal's set_env.sh was not sourced, or nnal is not installed",
         "source /usr/local/Ascend/nnal/atb/set_env.sh",
         "install the nnal package of this CANN",
@@ -78,7 +88,7 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     _text(
         "CANN libraries missing",
         ("libhccl.so", "libascendcl.so", "libge_runner.so", "libgraph.so", "libacl_", "libopapi.so", "libruntime.so"),
-        r"lib(?:hccl|ascendcl|ge_runner|graph|acl_\w+|opapi|runtime)\.so[^:]*: cannot open shared object"
+        r"lib(?:hccl|ascendcl|ge_runner|graph|acl_\w+|opapi|runtime)\.so[^:]{0,60}: cannot open shared object"
         r"|lib(?:hccl|ascendcl|ge_runner|graph|acl_\w+|opapi|runtime)\.so.{0,40}not found",
         "the loader does not find CANN: its set_env.sh was not sourced",
         _SET_ENV,
@@ -87,7 +97,7 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     _text(
         "libascend_hal.so missing",
         ("libascend_hal.so",),
-        r"libascend_hal\.so[^:]*: cannot open shared object|libascend_hal\.so.{0,40}not found",
+        r"libascend_hal\.so[^:]{0,60}: cannot open shared object|libascend_hal\.so.{0,40}not found",
         "the loader does not find the driver",
         "install the driver, or mount /usr/local/Ascend/driver into the container; then npu-smi info",
     ),
@@ -117,11 +127,10 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     ),
     _text(
         "operator binary missing",
-        ("cannot find bin of op", "binary_info_config.json", "binary load failed", "561103"),
-        r"cannot find bin of op|binary_info_config\.json|binary load failed|"
-        rf"(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.])561103(?![\w]|\.\d)",
-        "there is no compiled kernel for this operator: the operator package is missing or of another chip, or no kernel "
-        "takes this dtype and shape",
+        ("cannot find bin of op", "binary_info_config.json", "binary load failed", *_words(561103)),
+        rf"cannot find bin of op|binary_info_config\.json|binary load failed|{_number(561103)}",
+        "there is no compiled kernel for this operator: the operator package is missing or of another chip, or no "
+        "kernel takes this dtype and shape",
         _KERNELS,
         _SHAPES,
     ),
@@ -166,9 +175,19 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     ),
     _text(
         "out of memory",
-        ("npu out of memory", "200000", "207001", "207018", "acl_error_bad_alloc", "acl_error_rt_memory_allocation"),
+        (
+            "npu out of memory",
+            "200000",
+            "0x30d40",
+            "207001",
+            "0x32899",
+            "207018",
+            "0x328aa",
+            "acl_error_bad_alloc",
+            "acl_error_rt_memory_allocation",
+        ),
         r"NPU out of memory|\bACL_ERROR_BAD_ALLOC\b|\bACL_ERROR_RT_MEMORY_ALLOCATION\b|"
-        rf"(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.])(?:200000|207001|207018)(?![\w]|\.\d)",
+        rf"{_number(200000)}|{_number(207001)}|{_number(207018)}",
         "the device has no memory left",
         _MEMORY,
         "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True where memory is in pieces",
@@ -181,17 +200,16 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
     ),
     _text(
         "operator compilation failed",
-        ("e40021", "500002", "op compile failed"),
-        r"(?<![A-Za-z0-9_])E40021(?![A-Za-z0-9_])|op compile failed|"
-        rf"(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.])500002(?![\w]|\.\d)",
+        ("e40021", *_words(500002), "op compile failed"),
+        rf"(?<![A-Za-z0-9_])E40021(?![A-Za-z0-9_])|op compile failed|{_number(500002)}",
         "CANN could not compile an operator on the spot",
         "read the first error above it: often a missing Python package or compiler of CANN's operator compiler",
         _KERNELS,
     ),
     _text(
         "initialisation failed",
-        ("500001", "eh9999"),
-        rf"(?<![A-Za-z0-9_])EH9999(?![A-Za-z0-9_])|(?<![\w.]){_CONTEXT}{_BETWEEN}(?<![\w.])500001(?![\w]|\.\d)",
+        (*_words(500001), "eh9999"),
+        rf"(?<![A-Za-z0-9_])EH9999(?![A-Za-z0-9_])|{_number(500001)}",
         "CANN could not start: Python packages of its compiler are missing, numpy is too new, or versions do not match",
         _VERSIONS,
         "pip install attrs cython 'numpy<2' decorator sympy cffi pyyaml psutil scipy",
@@ -204,14 +222,6 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         "a process of a collective operation waited for another that did not come",
         "search the logs of all ranks for the one that failed first; raise HCCL_EXEC_TIMEOUT only for slow ones",
     ),
-    _text(
-        "fall back to CPU",
-        ("fall back to run on the cpu", "fallback to cpu"),
-        r"fall back to run on the CPU|fallback to cpu",
-        "an operator has no NPU kernel and runs on the host, with copies both ways: right, and slow; it is said once for "
-        "each operator",
-        "the line names the operator: use a fused one in its place, or another dtype",
-    ),
     _module_code(
         "E89999",
         "an inner error of CANN; the text behind it says more than the code",
@@ -223,5 +233,13 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         "an inner error of CANN; the first line behind the code says what failed",
         _PLOG,
         _LOCALISE,
+    ),
+    _text(
+        "fall back to CPU",
+        ("fall back to run on the cpu", "fallback to cpu"),
+        r"fall back to run on the CPU|fallback to cpu",
+        "an operator has no NPU kernel and runs on the host, with copies both ways: right, and slow; it is said once "
+        "for each operator",
+        "the line names the operator: use a fused one in its place, or another dtype",
     ),
 )

@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 
 from atb_modules.doctor.known_errors import KNOWN_ERRORS
 
-#: a longer line is looked at in pieces, which overlap
-_PIECE = 1 << 16
+#: what is read at once; a line that is longer is looked at in pieces, which overlap
+_BLOCK = 1 << 18
 _OVERLAP = 256
+_WORDS = tuple(sorted({word.encode() for error in KNOWN_ERRORS for word in error.words}))
 #: what is kept of a line for print
 _SHOWN = 300
 
@@ -91,22 +92,35 @@ def explain_lines(lines: Iterable[str], environ: Mapping[str, str] | None = None
     return _explain(enumerate(lines, start=1), environ)
 
 
-def _pieces(stream: BinaryIO) -> Iterator[tuple[int, str]]:
-    """(number of the line, text): a line, or a piece of a long one."""
+def _pieces(stream: BinaryIO) -> Iterator[tuple[int, str | None]]:
+    """(number of the line, text): a line, or a piece of a long one; None in the place of a block without any word."""
     number, tail = 1, b""
-    while piece := stream.readline(_PIECE):
-        yield number, (tail + piece).decode("utf-8", errors="replace")
-        ended = piece.endswith(b"\n")
-        number, tail = (number + 1, b"") if ended else (number, piece[-_OVERLAP:])
+    while block := stream.read(_BLOCK):
+        if not block.endswith(b"\n"):
+            block += stream.readline(_BLOCK)
+        block = tail + block
+        *whole, rest = block.split(b"\n")
+        lower = block.lower()
+        if any(word in lower for word in _WORDS):
+            for line in (*whole, rest) if rest else whole:
+                yield number, line.decode("utf-8", errors="replace")
+                number += 1
+            number -= bool(rest)
+        else:
+            yield number + len(whole) - (not rest), None
+            number += len(whole)
+        tail = rest[-_OVERLAP:]
 
 
-def _explain(numbered: Iterable[tuple[int, str]], environ: Mapping[str, str] | None) -> LogExplanation:
+def _explain(numbered: Iterable[tuple[int, str | None]], environ: Mapping[str, str] | None) -> LogExplanation:
     environ = os.environ if environ is None else environ
     first: dict[int, tuple[int, str]] = {}
     last: dict[int, int] = {}
     counts: dict[int, int] = {}
     number = 0
     for number, line in numbered:
+        if line is None:
+            continue
         lower = line.lower()
         for index, error in enumerate(KNOWN_ERRORS):
             match = error.find(line, lower)

@@ -151,7 +151,7 @@ def _versions_of(places: Places, name: str, findings: list[Finding]) -> Found:
         pass  # a directory on the way may not be entered: reading tells
     settings, problem = read_settings(path)
     version = settings.get("version") or settings.get("package_version")
-    if not version:
+    if not version or re.search(r"\d", version) is None:
         subject = path.parent.name
         findings.append(Finding(Level.WARNING, subject, problem or f"{path} names no version"))
         return Found(None, str(path))

@@ -81,28 +81,24 @@ def _kernels(report: Report) -> Iterator[str]:
 
 def _op(op: str, checks: list[KernelCheck]) -> Iterator[str]:
     """The kernels that ran, and below them those that failed, with what they did."""
-    ran = []
+    dtypes, ran = dict.fromkeys(check.dtype for check in checks), []
     for strategy in dict.fromkeys(check.strategy for check in checks):
         own = [c for c in checks if c.strategy == strategy and c.status in (Status.AGREES, Status.FAILS)]
         if own:
-            of = {check.dtype: check for check in own}
-            ran.append(
-                f"{strategy} {'/'.join(_error(of.get(dtype)) for dtype in dict.fromkeys(c.dtype for c in checks))}"
-            )
+            errors = {check.dtype: _error(check) for check in own}
+            ran.append(f"{strategy} {'/'.join(errors.get(dtype, '-') for dtype in dtypes)}")
     yield f"  {op:<24} {', '.join(ran) or 'none'}"
     failures: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for check in checks:
         if check.status is Status.FAILS:
             failures.setdefault((check.strategy, check.why), []).append(_SHORT.get(check.dtype, check.dtype))
-    for (strategy, why), dtypes in failures.items():
-        yield f"!!  {strategy} FAILS in {', '.join(dtypes)}: {'; '.join(why)}"
+    for (strategy, why), failing in failures.items():
+        yield f"!!  {strategy} FAILS in {', '.join(failing)}: {'; '.join(why)}"
         for cause in explain_lines(why).causes[:1]:
             yield f"    -> {cause.name}: {cause.meaning}"
 
 
-def _error(check: KernelCheck | None) -> str:
-    if check is None:
-        return "-"
+def _error(check: KernelCheck) -> str:
     return "raised" if check.largest_error is None else f"{check.largest_error:.0e}"
 
 

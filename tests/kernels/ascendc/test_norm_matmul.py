@@ -12,7 +12,7 @@ from atb_modules.kernels.reference.norm import rms_norm_reference
 from atb_modules.testing import assert_parity, fresh_generator, summation_orders
 from atb_modules.testing.ascendc import EmulationError, kernels
 from atb_modules.testing.ascendc.matmul_kernels import norm_matmul
-from atb_modules.testing.ascendc.mutants import mutated_sources
+from atb_modules.testing.ascendc.mutants import plant
 from atb_modules.testing.parity import compare
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -206,10 +206,15 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return plant(tmp_path_factory.mktemp("mutants"), "norm_matmul", FAULTS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, tmp_path, monkeypatch):
-    *change, message = FAULTS[fault]
-    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *change))
+def test_planted_faults_are_found(fault, mutants, monkeypatch):
+    message = FAULTS[fault][-1]
+    monkeypatch.setattr(kernels, "ASCENDC", mutants[fault])
     x, scale, weight = draw(2000, 192, 16, torch.float16)
     with pytest.raises(EmulationError, match=message):
         norm_matmul(x, scale, weight)

@@ -16,7 +16,7 @@ from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, summation_orders
 from atb_modules.testing.ascendc import EmulationError, kernels
 from atb_modules.testing.ascendc.attention_kernels import paged_decode
-from atb_modules.testing.ascendc.mutants import mutated_sources
+from atb_modules.testing.ascendc.mutants import mutated_sources, plant
 from atb_modules.testing.plain import plain_paged_attention
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -186,10 +186,15 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return plant(tmp_path_factory.mktemp("mutants"), "paged_decode", FAULTS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, tmp_path, monkeypatch):
-    *change, message = FAULTS[fault]
-    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *change))
+def test_planted_faults_are_found(fault, mutants, monkeypatch):
+    message = FAULTS[fault][-1]
+    monkeypatch.setattr(kernels, "ASCENDC", mutants[fault])
     inputs = draw([2000], 2, 1, 128, 128, torch.float16)
     with pytest.raises(EmulationError, match=message):
         paged_decode(*inputs)
