@@ -283,3 +283,20 @@ def test_attention_of_pytorch_shows_as_the_fused_operator(npu):
     with torch.inference_mode():
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert npu.log.fused == ["npu::npu_fusion_attention_v3"] * 2
+
+
+def test_somebodys_own_operator_runs_its_kernel_for_the_device(npu):
+    library = torch.library.Library("atb_modules_test", "FRAGMENT")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x * 2, "CPU")
+    x = torch.ones(3, device=DEVICE)
+    npu.log.clear()
+    assert torch.ops.atb_modules_test.doubled(x).cpu().tolist() == [2.0, 2.0, 2.0]
+    assert npu.log.host_syncs[0] == "atb_modules_test::doubled", "torch_npu falls back to the CPU"
+    with npu.forbid_host_sync(), pytest.raises(HostSyncError, match="no kernel for the device"):
+        torch.ops.atb_modules_test.doubled(x)
+    library.impl("doubled", lambda x: x + x, "PrivateUse1")
+    npu.log.clear()
+    assert torch.ops.atb_modules_test.doubled(x).cpu().tolist() == [2.0, 2.0, 2.0]
+    assert npu.log.names[:2] == ["aten::add.Tensor", "atb_modules_test::doubled"]
+    assert npu.log.calls[1].host_sync is False

@@ -163,6 +163,15 @@ def test_forbidden_calls(npu, name):
         call()
 
 
+@pytest.mark.parametrize("mode, dim, rule", [("interleave", 128, "'half' only"), ("half", 64, "supports 128 only")])
+def test_310p_turns_halves_of_128_channels(mode, dim, rule):
+    with EmulatedNPU(soc="ascend310p"):
+        x, table = ones(1, 2, 3, 128), ones(1, 2, 1, 128)
+        assert ops.npu_rotary_mul(x, table, table).shape == x.shape
+        with pytest.raises(OperatorError, match=rule):
+            ops.npu_rotary_mul(x[..., :dim], table[..., :dim], table[..., :dim], mode)
+
+
 def test_rules_follow_the_soc():
     with EmulatedNPU(soc="ascend310p"), pytest.raises(OperatorError, match="bfloat16, which this SoC lacks"):
         ops.npu_apply_rotary_pos_emb(*[ones(1, 2, 1, 64, dtype=torch.bfloat16)] * 4)

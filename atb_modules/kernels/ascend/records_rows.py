@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from atb_modules.kernels.ascend import ops_paged, ops_rows
-from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, short
+from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, is_310p, short
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
@@ -64,6 +64,8 @@ def _activation_cost(spec: None, traits: ActivationTraits) -> Cost:
 def _rotary_reasons(spec: None, traits: RotaryTraits) -> tuple[str, ...]:
     def reasons() -> Iterator[str]:
         yield from chip_and_dtype(traits, "npu_rotary_mul", FLOATS)
+        if is_310p() and (traits.interleaved or traits.rotary_dim != 128):
+            yield "npu_rotary_mul turns two halves of 128 channels alone on Ascend310P3"
         if traits.rotary_dim >= 896:
             yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.rotary_dim}"
         if traits.interleaved and traits.num_heads >= 1000:

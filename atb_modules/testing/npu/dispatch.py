@@ -26,6 +26,7 @@ from atb_modules.testing.npu.placement import check_placement
 from atb_modules.testing.npu.randomness import drawing, random_generator
 from atb_modules.testing.npu.references import find_reference
 
+_EMULATED = ("aten::", "npu::", "atb::", "prims::", "prim::", "_c10d_functional::", "c10d::")
 #: Work of the host on a tensor's description or its memory: torch_npu's own code does it.
 _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like"}
 _ALLOCATIONS |= {"aten::new_empty", "aten::new_empty_strided"}
@@ -82,6 +83,8 @@ class EmulatedNPU(TorchDispatchMode):
         if device is None:
             return func(*args, **kwargs)
         name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
+        if not name.startswith(_EMULATED):
+            return self._run_own_kernel(func, name, args, kwargs)
         if name in _ALLOCATIONS:
             fresh = func(*args, **kwargs)
             if self.poison and fresh.is_floating_point() and fresh.numel():
@@ -102,6 +105,18 @@ class EmulatedNPU(TorchDispatchMode):
             with self:  # a view or a copy, as with `to` and `reshape`: its parts tell
                 return func.decompose(*args, **kwargs)
         return self._run(func, name, device, args, kwargs)
+
+    def _run_own_kernel(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Somebody's own operator by its kernel for the device; without one, torch_npu falls back to the CPU."""
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        keys = ("PrivateUse1", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        falls_back = not any(has_kernel(name, key) for key in keys)
+        if falls_back and self._syncs_forbidden:
+            raise HostSyncError(f"{name} has no kernel for the device: it falls back to the CPU")
+        with self:
+            result = func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
+        self._note(func, name, args, kwargs, result, falls_back)
+        return result
 
     def _run(self, func: Any, name: str, device: torch.device, args: Any, kwargs: Any) -> Any:
         given, layout = tree_flatten((args, kwargs))
@@ -137,13 +152,13 @@ class EmulatedNPU(TorchDispatchMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, waits: bool = False) -> None:
         seen: dict[tuple[int, tuple[int, ...]], int] = {}
         for value in tree_flatten((args, kwargs, result))[0]:
             if isinstance(value, Tensor):
                 seen[value.data_ptr(), tuple(value.shape)] = value.numel() * value.element_size()
         upload = name in _COPIES and not any(map(is_npu, _sources(name, args)))
-        self.log.calls.append(OperatorCall(name, sum(seen.values()), _waits(func, name, args, kwargs), upload))
+        self.log.calls.append(OperatorCall(name, sum(seen.values()), waits or _waits(func, name, args, kwargs), upload))
 
 
 def _device(args: Any, kwargs: Any) -> torch.device | None:

@@ -38,6 +38,8 @@ def _check_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
     require(r1.shape == r2.shape, f"r1 has shape {tuple(r1.shape)}, r2 {tuple(r2.shape)}; they must agree")
     head_dim = x.shape[-1]
     require(head_dim < 896 and head_dim % 2 == 0, f"D is {head_dim}; it must be even and below 896")
+    require(mode == "half" or not is_310p(), "310P supports 'half' only")
+    require(head_dim == 128 or not is_310p(), f"D is {head_dim}; 310P supports 128 only")
     require(r1.shape[-1] == head_dim, f"r1 has {r1.shape[-1]} channels, input {head_dim}")
     for mine, theirs in zip(r1.shape, x.shape, strict=True):
         require(mine in (1, theirs), f"r1 {tuple(r1.shape)} does not broadcast to input {tuple(x.shape)}")
@@ -57,7 +59,8 @@ def _check_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
 def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """Docs: half: "x1, x2 = chunk(input, 2, -1); x_new = cat((-x2, x1)); output = r1 * input + r2 * x_new"; interleave:
     the same with "x1 = input[..., ::2], x2 = input[..., 1::2]". "BNSD, BSND, SBND; D < 896 and a multiple of 2; B, N <
-    1000"; "interleave: B * N < 1000, r1 of 11SD, 1S1D or S11D".
+    1000"; "interleave: B * N < 1000, r1 of 11SD, 1S1D or S11D". With operators compiled online, as on 310P: "half
+    only; D is 128".
     """
     _check_rotary_mul(input, r1, r2, rotary_mode)
     wide = input.float()

@@ -1,0 +1,127 @@
+"""Run by ``test_backend_dry_run.py``, a process a SoC: what strategy ASCEND launches for each kind of call, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
+from atb_modules.attention.rope import rotary
+from atb_modules.mlp.functional import gated_activation
+from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.spec import AttentionSpec
+from atb_modules.testing.npu import boot, dry_run
+
+CAUSAL, WINDOW = AttentionSpec(causal=True), AttentionSpec(causal=True, window=(10, None))
+
+
+def made(*shape, dtype=torch.float16, grad=False):
+    return torch.ones(shape, dtype=dtype).to("npu:0").requires_grad_(grad)
+
+
+def dense(call, spec, grad=False, dtype=torch.float16, rows=40, **more):
+    tensors = [made(2, heads, n, 64, dtype=dtype, grad=grad) for heads, n in ((6, rows), (3, 57), (3, 57))]
+    return call(*tensors, spec, strategy="ascend", **more)[0]
+
+
+def train(spec, **more):
+    dense(attention, spec, grad=True, **more).sum().backward()
+
+
+def packed(grad=False):
+    starts = torch.tensor([0, 13, 33, 40], dtype=torch.int32).to("npu:0")
+    tensors = [made(1, heads, 40, 64, grad=grad) for heads in (6, 3, 3)]
+    out, _ = attention(*tensors, CAUSAL, cu_seqlens_q=starts, cu_seqlens_k=starts, strategy="ascend")
+    return out.sum().backward() if grad else None
+
+
+def paged(new, spec=CAUSAL):
+    pages = made(9, 3, 128, 64)
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32).to("npu:0")
+    lengths, starts = torch.tensor([140, 9]).int().to("npu:0"), torch.tensor([0, new[0], sum(new)]).int().to("npu:0")
+    paged_attention(made(sum(new), 6, 64), pages, pages, table, lengths, starts, spec, strategy="ascend")
+
+
+def append(turned):
+    pages, token, slots = made(3, 2, 16, 64), made(4, 2, 64), torch.tensor([3, 17, 40, 5]).to("npu:0")
+    if turned:
+        angles = made(4, 32, dtype=torch.float32)
+        rotary_append(
+            made(4, 6, 64),
+            token,
+            token,
+            angles,
+            angles,
+            pages,
+            pages.clone(),
+            slots,
+            interleaved=False,
+            strategy="ascend",
+        )
+    else:
+        cache_append(token, token, pages, pages.clone(), slots, strategy="ascend")
+
+
+def normed(call, weights, grad=False):
+    inputs = [made(9, 48, grad=grad) for _ in range(2 if call.__name__.startswith("add") else 1)]
+    result = call(*inputs, *(made(48, grad=grad) for _ in range(weights)), strategy="ascend")
+    if grad:
+        (result[0] if isinstance(result, tuple) else result).sum().backward()
+
+
+def gated(kind, grad=False):
+    result = gated_activation(made(9, 32, grad=grad), made(9, 32, grad=grad), kind, strategy="ascend")
+    return result.sum().backward() if grad else None
+
+
+def turned(layout):
+    angles = made(5, 64, dtype=torch.float32)
+    rotary(made(5, 3, 128), angles, angles, layout=layout, strategy="ascend")
+
+
+CASES = {
+    "attention": lambda: dense(attention, CAUSAL),
+    "attention of one query": lambda: dense(attention, CAUSAL, rows=1),
+    "attention in a window": lambda: dense(attention, WINDOW),
+    "attention with a mask": lambda: dense(attention, AttentionSpec(), mask=made(40, 57) > 0),
+    "attention in bfloat16": lambda: dense(attention, CAUSAL, dtype=torch.bfloat16),
+    "attention in float32": lambda: dense(attention, CAUSAL, dtype=torch.float32),
+    "attention, differentiated": lambda: train(CAUSAL),
+    "attention in a window, differentiated": lambda: train(WINDOW),
+    "attention, packed": packed,
+    "attention, packed, differentiated": lambda: packed(True),
+    "decode over pages": lambda: paged((1, 1)),
+    "decode in a window": lambda: paged((1, 1), WINDOW),
+    "prefill over pages": lambda: paged((3, 5)),
+    "cache append": lambda: append(False),
+    "rotary append": lambda: append(True),
+    "rotary half": lambda: turned("half"),
+    "rotary interleaved": lambda: turned("interleaved"),
+    "RMSNorm": lambda: normed(rms_norm, 1),
+    "RMSNorm, differentiated": lambda: normed(rms_norm, 1, True),
+    "add and RMSNorm": lambda: normed(add_rms_norm, 1),
+    "LayerNorm": lambda: normed(layer_norm, 2),
+    "add and LayerNorm": lambda: normed(add_layer_norm, 2),
+    "SwiGLU": lambda: gated("silu"),
+    "SwiGLU, differentiated": lambda: gated("silu", True),
+    "GeGLU": lambda: gated("gelu"),
+}
+
+
+def outcome(case):
+    """Names of what is launched, the refusal, or the error."""
+    try:
+        with dry_run() as launches:
+            case()
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"launches": [launch.name for launch in launches]}
+
+
+if __name__ == "__main__":
+    boot(sys.argv[1])
+    print(json.dumps({name: outcome(case) for name, case in CASES.items()}))

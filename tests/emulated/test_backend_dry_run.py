@@ -1,0 +1,77 @@
+"""Every kind of call that strategy ASCEND makes, through torch_npu's own host code on four SoCs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .backend_dry_run import CASES
+
+SOCS = ["ascend910b1", "ascend910_93", "ascend310p", "ascend950"]
+INFER = ("aclnnFusedInferAttentionScoreV4", "aclnnFusedInferAttentionScoreV5")
+TRAIN = ("aclnnFlashAttentionScore", "aclnnFlashAttentionScoreV4")
+BACKWARD = ("aclnnFlashAttentionScoreGrad", "aclnnFlashAttentionScoreGradV4", "aclnnFlashAttentionScoreGradV5")
+PACKED = ("aclnnFlashAttentionVarLenScoreV4", "aclnnFlashAttentionScoreV4")
+PACKED_BACKWARD = ("aclnnFlashAttentionUnpaddingScoreGradV4", "aclnnFlashAttentionUnpaddingScoreGradV5", *BACKWARD)
+
+#: case -> for each fused operator that it must launch, the names that it has on the SoCs
+FUSED = {
+    "attention": [INFER],
+    "attention of one query": [INFER],
+    "attention in a window": [INFER],
+    "attention with a mask": [INFER],
+    "attention in bfloat16": [INFER],
+    "attention in float32": [TRAIN],
+    "attention, differentiated": [TRAIN, BACKWARD],
+    "attention in a window, differentiated": [TRAIN, BACKWARD],
+    "attention, packed": [PACKED],
+    "attention, packed, differentiated": [PACKED, PACKED_BACKWARD],
+    "decode over pages": [INFER],
+    "decode in a window": [INFER],
+    "prefill over pages": [INFER],
+    "cache append": [("atb:ReshapeAndCache",)],
+    "rotary append": [("atb:ReshapeAndCache",), ("aclnnRotaryPositionEmbeddingV2",)],
+    "rotary half": [("aclnnRotaryPositionEmbeddingV2", "aclop:RotaryMul")],
+    "rotary interleaved": [("aclnnRotaryPositionEmbeddingV2",)],
+    "RMSNorm": [("aclnnRmsNorm", "aclop:RmsNorm")],
+    "RMSNorm, differentiated": [("aclnnRmsNorm", "aclop:RmsNorm"), ("aclnnRmsNormGrad", "aclop:RmsNormGrad")],
+    "add and RMSNorm": [("aclnnAddRmsNorm", "aclop:AddRmsNorm")],
+    "LayerNorm": [("aclnnLayerNorm", "aclnnFastLayerNorm", "aclop:LayerNorm", "aclop:LayerNormV3")],
+    "add and LayerNorm": [("aclnnAddLayerNorm", "aclop:AddLayerNorm")],
+    "SwiGLU": [("aclnnSwiGlu",)],
+    "SwiGLU, differentiated": [("aclnnSwiGlu",), ("aclnnSwiGluGrad",)],
+    "GeGLU": [("aclnnGeGluV3",)],
+}
+#: What 310P has no operator for; everything else runs there.
+REFUSED_ON_310P = {name for name in CASES if name.startswith(("attention", "decode", "prefill", "SwiGLU"))}
+REFUSED_ON_310P |= {"cache append", "rotary append", "rotary interleaved"}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    found = {}
+    for soc in SOCS:
+        command = [sys.executable, "-m", "tests.emulated.backend_dry_run", soc]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found[soc] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("soc", SOCS)
+def test_the_host_code_takes_what_the_records_accept(outcomes, soc, name):
+    outcome = outcomes[soc][name]
+    assert "error" not in outcome, outcome["error"]
+    if soc == "ascend310p" and name in REFUSED_ON_310P:
+        assert "Ascend310P3" in outcome["refused"]
+        return
+    assert "refused" not in outcome, outcome
+    for names in FUSED[name]:
+        assert set(names) & set(outcome["launches"]), outcome["launches"]
