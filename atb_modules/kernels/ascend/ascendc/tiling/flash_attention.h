@@ -94,8 +94,8 @@ inline const char *TileFlashAttention(const AtbSoc &soc, const AtbCube &cube, in
   // fewer rows together where there are few, where cores would have none, and where the memories are full
   const auto units = [&] { return batch * heads * ((q_len + t.tile_rows - 1) / t.tile_rows); };
   const auto fits = [&] {
-    return FlashUb(t, dtype) <= soc.ub && FlashL1(t, dtype) <= cube.l1 && FlashL0a(t) <= cube.l0a &&
-           FlashL0b(t, dtype) <= cube.l0b && FlashL0c(t) <= cube.l0c;
+    return FlashUb(t, dtype) + kAtbSelectBytes <= soc.ub && FlashL1(t, dtype) <= cube.l1 &&
+           FlashL0a(t) <= cube.l0a && FlashL0b(t, dtype) <= cube.l0b && FlashL0c(t) <= cube.l0c;
   };
   while (t.tile_rows > 16 && (t.tile_rows >= 2 * q_len || units() < soc.cube_cores || !fits()))
     t.tile_rows /= 2;
