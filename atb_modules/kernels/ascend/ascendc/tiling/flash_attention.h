@@ -32,8 +32,8 @@ inline int64_t FlashUb(const FlashAttentionTiling &t, int32_t dtype) {
   return queues + state + small + turned + (t.softcap > 0.0f ? 3 * scores + rows * t.tile_keys / 8 : 0);
 }
 inline int64_t FlashL1(const FlashAttentionTiling &t, int32_t dtype) {
-  const int64_t keys = int64_t{t.tile_keys} * (int64_t{t.head_dim} + t.value_dim);
-  return 2 * AtbElement(dtype) * (keys + int64_t{t.tile_rows} * (int64_t{t.head_dim} + t.tile_keys));
+  const int64_t keys = 2ll * t.tile_keys * (int64_t{t.head_dim} + t.value_dim);
+  return AtbElement(dtype) * (keys + t.tile_rows * (2ll * t.head_dim + t.tile_keys));
 }
 inline int64_t FlashL0a(const FlashAttentionTiling &t) {
   return 2ll * t.tile_rows * 256;
