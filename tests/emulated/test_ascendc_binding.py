@@ -135,6 +135,8 @@ def test_flash_attention(ops, npu, dtype):
     out, lse = ops.ascend_flash_attention(*(t.to("npu:0") for t in (q, k, v)), 0.125, left=40, right=0)
     assert_parity(out.cpu(), golden, reduction=75)
     torch.testing.assert_close(lse.cpu().double(), golden_lse, atol=3e-6, rtol=3e-6)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        ops.ascend_flash_attention(*(t[..., :40].contiguous().to("npu:0") for t in (q, k, v)), 0.125)
 
 
 def test_shapes_are_known_without_a_launch(ops):

@@ -10,7 +10,7 @@ public:
   __aicore__ inline FlashCube(TPipe *pipe, const FlashAttentionTiling &tiling)
       : t_(tiling), steps_(tiling, static_cast<uint32_t>(GetBlockIdx())) {
     pipe->InitBuffer(in_q_, 2, t_.tile_rows * t_.head_dim * sizeof(T));
-    pipe->InitBuffer(in_weights_, 2, t_.tile_rows * t_.tile_keys * sizeof(T));
+    pipe->InitBuffer(in_weights_, 1, t_.tile_rows * t_.tile_keys * sizeof(T));
     pipe->InitBuffer(in_k_, 2, t_.tile_keys * t_.head_dim * sizeof(T));
     pipe->InitBuffer(in_v_, 2, t_.tile_keys * t_.value_dim * sizeof(T));
     pipe->InitBuffer(left_, 2, t_.tile_rows * kPiece * sizeof(T));
@@ -139,7 +139,8 @@ private:
   FlashAttentionTiling t_;
   FlashSteps steps_;
   FlashSlots<T> slots_;
-  TQue<TPosition::A1, 2> in_q_, in_weights_;
+  TQue<TPosition::A1, 2> in_q_;
+  TQue<TPosition::A1, 1> in_weights_; // all four make seven events from MTE2 to MTE1, of eight
   TQue<TPosition::B1, 2> in_k_, in_v_;
   TQue<TPosition::A2, 2> left_;
   TQue<TPosition::B2, 2> right_;

@@ -32,8 +32,8 @@ inline int64_t FlashUb(const FlashAttentionTiling &t, int32_t dtype) {
   return queues + state + small + turned + (t.softcap > 0.0f ? 3 * scores + rows * t.tile_keys / 8 : 0);
 }
 inline int64_t FlashL1(const FlashAttentionTiling &t, int32_t dtype) {
-  const int64_t keys = int64_t{t.tile_keys} * (int64_t{t.head_dim} + t.value_dim);
-  return 2 * AtbElement(dtype) * (keys + int64_t{t.tile_rows} * (int64_t{t.head_dim} + t.tile_keys));
+  const int64_t keys = 2ll * t.tile_keys * (int64_t{t.head_dim} + t.value_dim);
+  return AtbElement(dtype) * (keys + t.tile_rows * (2ll * t.head_dim + t.tile_keys));
 }
 inline int64_t FlashL0a(const FlashAttentionTiling &t) {
   return 2ll * t.tile_rows * 256;
@@ -94,8 +94,8 @@ inline const char *TileFlashAttention(const AtbSoc &soc, const AtbCube &cube, in
   // fewer rows together where there are few, where cores would have none, and where the memories are full
   const auto units = [&] { return batch * heads * ((q_len + t.tile_rows - 1) / t.tile_rows); };
   const auto fits = [&] {
-    return FlashUb(t, dtype) <= soc.ub && FlashL1(t, dtype) <= cube.l1 && FlashL0a(t) <= cube.l0a &&
-           FlashL0b(t, dtype) <= cube.l0b && FlashL0c(t) <= cube.l0c;
+    return FlashUb(t, dtype) + kAtbSelectBytes <= soc.ub && FlashL1(t, dtype) <= cube.l1 &&
+           FlashL0a(t) <= cube.l0a && FlashL0b(t, dtype) <= cube.l0b && FlashL0c(t) <= cube.l0c;
   };
   while (t.tile_rows > 16 && (t.tile_rows >= 2 * q_len || units() < soc.cube_cores || !fits()))
     t.tile_rows /= 2;
