@@ -2,6 +2,7 @@
 
 import sys
 
+from atb_modules import doctor
 from atb_modules.attention import (
     Attention,
     AttentionConfig,
@@ -93,6 +94,7 @@ from atb_modules.strategies import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "doctor",
     "AdaLayerNorm",
     "AdaLayerNormZero",
     "Attention",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
 
@@ -27,7 +26,8 @@ def moe_reference(
 ) -> Tensor:
     """``sum_k weights[t, k] expert[experts[t, k]](x[t])`` (Shazeer et al., 2017), float32 or float64, rounded once."""
     compute = torch.promote_types(x.dtype, torch.float32)
-    chosen = F.one_hot(experts.long(), up_proj.shape[0]).to(compute)
+    numbers = torch.arange(up_proj.shape[0], device=experts.device)
+    chosen = (experts.unsqueeze(-1) == numbers).to(compute)
     share = einsum(weights.to(compute), chosen, "t k, t k e -> t e")
     hidden = einsum(x.to(compute), up_proj.to(compute), "t h, e i h -> t e i")
     if up_bias is not None:
