@@ -2,6 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# torch_npu lies beside the packages, not among them: it would make `import torch` look for an NPU.
+TORCH_NPU := $(VENV)/torch_npu
+TORCH_NPU_VERSION := 2.14.0
+CPP_FILES := $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h) \
+	$(shell find atb_modules/kernels/ascend atb_modules/testing -name '*.cpp' -o -name '*.h')
+# What the emulations compile is kept here, so that it is built once.
+export ATB_MODULES_CACHE ?= $(CURDIR)/$(VENV)/cache
 NATIVE_SOURCES := $(wildcard atb_modules/kernels/cpu/csrc/*) CMakeLists.txt pyproject.toml
 PY_FILES := atb_modules tests benchmarks examples
 
@@ -20,15 +27,24 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check $(PY_FILES) notebooks
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 # Kernels with all threads, one test after the other; the rest, which hardly uses threads, in two processes.
-unit: $(VENV)/.test
+# The emulated NPU gives a process an accelerator, so that its tests have processes of their own.
+unit: $(VENV)/.test $(TORCH_NPU)/.installed
 	@echo "== Tests: parity, caches, models, notebooks"
-	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest tests/kernels --ignore=tests/kernels/ascendc
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels \
-		--ignore=tests/test_notebooks.py
+		--ignore=tests/emulated --ignore=tests/test_notebooks.py
+	@echo "== Tests: Ascend C kernels on the emulation, operators of torch_npu on the emulated NPU"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels/ascendc
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/emulated
 	$(BIN)/python -m pytest -n 2 tests/test_notebooks.py
+
+$(TORCH_NPU)/.installed: | $(VENV)/bin/python
+	@echo "== Installing torch_npu's wheel for the emulated NPU, beside the packages"
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCH_NPU) torch_npu==$(TORCH_NPU_VERSION)
+	@touch $@
 
 bench: $(VENV)/.test
 	@echo "== Benchmarks: ours, the peer and the limit in one interleaved run (keep the machine idle)"
@@ -37,7 +53,7 @@ bench: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix $(PY_FILES)
 	$(BIN)/ruff format $(PY_FILES)
-	$(BIN)/clang-format -i $(wildcard atb_modules/kernels/cpu/csrc/*.cpp atb_modules/kernels/cpu/csrc/*.h)
+	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

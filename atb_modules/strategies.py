@@ -26,6 +26,7 @@ class AttentionStrategy(StrEnum):
     FLEX = "flex"  # torch's FlexAttention, compiled for the call; never chosen by AUTO
     CPU = "cpu"  # our C++ kernels
     ASCEND = "ascend"  # torch_npu's fused operators
+    ASCEND_C = "ascend_c"  # our Ascend C kernels
 
 
 class NormStrategy(StrEnum):
@@ -36,6 +37,7 @@ class NormStrategy(StrEnum):
     TORCH = "torch"
     CPU = "cpu"
     ASCEND = "ascend"
+    ASCEND_C = "ascend_c"
 
 
 class MLPStrategy(StrEnum):
@@ -46,6 +48,7 @@ class MLPStrategy(StrEnum):
     TORCH = "torch"
     CPU = "cpu"
     ASCEND = "ascend"
+    ASCEND_C = "ascend_c"
 
 
 class LinearStrategy(StrEnum):
@@ -56,6 +59,7 @@ class LinearStrategy(StrEnum):
     TORCH = "torch"
     CPU = "cpu"
     ASCEND = "ascend"
+    ASCEND_C = "ascend_c"
 
 
 class RotaryStrategy(StrEnum):
@@ -76,6 +80,7 @@ class CacheStrategy(StrEnum):
     TORCH = "torch"
     CPU = "cpu"
     ASCEND = "ascend"
+    ASCEND_C = "ascend_c"
 
 
 class DecodeStrategy(StrEnum):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atb_modules import ops
 from atb_modules.kernels.registry import Explanation, explain_call, explain_choice
+from atb_modules.norm_linear import norm_linear
 from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import use_strategy
 
@@ -35,16 +36,16 @@ class Inputs:
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu", wide: bool = False) -> None:
         self.dtype, self.device, self.wide = dtype, device, wide
-        self.generator = torch.Generator().manual_seed(_SEED)
+        self.generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Normal numbers times ``scale``."""
-        drawn = (scale * torch.randn(shape, generator=self.generator, dtype=torch.float32)).to(self.dtype)
+        drawn = (scale * self._draw(shape)).to(self.dtype)
         return (drawn.double() if self.wide else drawn).to(self.device)
 
     def table(self, *shape: int) -> tuple[Tensor, Tensor]:
         """cos and sin of random angles, float32."""
-        angles = 3.0 * torch.randn(shape, generator=self.generator, dtype=torch.float32)
+        angles = 3.0 * self._draw(shape)
         return angles.cos().to(self.device), angles.sin().to(self.device)
 
     def pages(self, number: int) -> Tensor:
@@ -52,7 +53,11 @@ class Inputs:
         return torch.zeros_like(self.normal(number, _KV_HEADS, _PAGE_SIZE, _HEAD_DIM))
 
     def numbers(self, values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device)
+        return torch.tensor(values, dtype=dtype, device="cpu").to(self.device)
+
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
+        """On the host and in float32, whatever the defaults of the process are."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
 
 _ALL_REFERENCE = dict.fromkeys(("attention", "norm", "mlp", "linear", "rotary", "cache"), "reference")
@@ -158,6 +163,12 @@ def _linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     return (ops.linear(x, weight, bias, strategy=strategy),)
 
 
+def _norm_linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
+    x, norm_weight = inputs.normal(5, 64), inputs.normal(64)
+    weight, bias = inputs.normal(48, 64, scale=1 / 8), inputs.normal(48)
+    return (norm_linear(x, norm_weight, weight, bias, strategy=strategy),)
+
+
 def _rotary(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     x = inputs.normal(5, _HEADS, _HEAD_DIM)
     return (ops.rotary(x, *inputs.table(5, _HEAD_DIM // 2), strategy=strategy),)
@@ -200,11 +211,11 @@ def _small_model(inputs: Inputs) -> DecoderModel:
         max_positions=64,
     )
     with torch.random.fork_rng(devices=[]):
-        model = DecoderModel(config, mode="inference")
+        model = DecoderModel(config, mode="inference", device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Norm weights near 1, matrices that keep the size of what they multiply.
-            drawn = torch.randn(parameter.shape, generator=inputs.generator, dtype=torch.float32)
+            drawn = inputs.normal(*parameter.shape).float().cpu()
             parameter.copy_(1.0 + 0.1 * drawn if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5)
     model = model.to(inputs.dtype)
     return (model.double() if inputs.wide else model).to(inputs.device)
@@ -245,6 +256,7 @@ SMALL_CALLS: dict[str, SmallCall] = {
         SmallCall("moe", _moe),
         SmallCall("fused_mlp_residual_norm", _fused_mlp_residual_norm),
         SmallCall("linear", _linear),
+        SmallCall("norm_linear", _norm_linear),
         SmallCall("rotary", _rotary),
         SmallCall("cache_append", _cache_append),
         SmallCall("rotary_append", _rotary_append),

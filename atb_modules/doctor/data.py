@@ -55,6 +55,7 @@ class Software:
     cann: Found = Found()
     cann_home: str | None = None
     atb: Found = Found()
+    ascend_c: Found = Found()  # our own kernels, as built with CANN
     driver: Found = Found()
     firmware: Found = Found()
     soc: Found = Found()

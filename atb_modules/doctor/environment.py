@@ -10,6 +10,7 @@ from pathlib import Path
 from atb_modules.doctor.data import Finding, Level, Software, Verdict
 from atb_modules.doctor.matrix import NUMPY_2_FROM, PairVerdict, judge_pair, minor
 from atb_modules.doctor.places import Places, is_directory, run_command
+from atb_modules.kernels.ascend import ascendc
 
 #: variables that decide what is loaded
 PATHS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH", "ATB_HOME_PATH")
@@ -62,6 +63,7 @@ def check_environment(software: Software, places: Places) -> tuple[PairVerdict, 
         *_paths(places),
         *_libraries(software, places),
         *_atb(software, places),
+        *_ascend_c(software),
         *_numpy(software),
         *_driver(software),
         *_switches(places),
@@ -74,7 +76,8 @@ def _overall(pair: PairVerdict, findings: list[Finding]) -> PairVerdict:
     against = [finding for finding in findings if finding.level is Level.MISMATCH]
     if not against:
         return pair
-    return PairVerdict(Verdict.MISMATCHED, "; ".join(f"{finding.subject}: {finding.text}" for finding in against))
+    subjects = ", ".join(dict.fromkeys(finding.subject for finding in against))
+    return PairVerdict(Verdict.MISMATCHED, f"known not to work as it is: {subjects}")
 
 
 def _torch_pin(software: Software) -> Iterator[Finding]:
@@ -171,6 +174,13 @@ def _atb(software: Software, places: Places) -> Iterator[Finding]:
         yield Finding(Level.WARNING, "ATB", text, "install the nnal of this CANN")
 
 
+def _ascend_c(software: Software) -> Iterator[Finding]:
+    if software.ascend_c.value is None and software.cann_home is not None and software.torch_npu.value is not None:
+        sources = Path(ascendc.__file__).parent
+        step = f"cmake -S {sources} -B build/ascend && cmake --build build/ascend"
+        yield Finding(Level.NOTE, "Ascend C", "our own kernels are not built; torch_npu's operators serve alone", step)
+
+
 def _numpy(software: Software) -> Iterator[Finding]:
     numpy, cann = software.numpy.value, software.cann.value
     if numpy is None or cann is None:
@@ -223,6 +233,6 @@ def _import(software: Software, places: Places) -> Iterator[Finding]:
     lines = [line for line in output.splitlines() if line.strip()]
     text = f"it fails: {lines[-1].strip()[:300] if lines else f'exit status {status}'}"
     step = (
-        f"{explained[0].meaning}: {explained[0].next_steps[0]}" if explained else "python -c 'import torch, torch_npu'"
+        f"{explained[0].next_steps[0]} ({explained[0].meaning})" if explained else "python -c 'import torch, torch_npu'"
     )
     yield Finding(Level.MISMATCH, "import torch_npu", text, step)

@@ -102,6 +102,28 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         "install the driver, or mount /usr/local/Ascend/driver into the container; then npu-smi info",
     ),
     _text(
+        "dcmi",
+        ("dcmi",),
+        r"dcmi mod(?:ule|el) initiali[sz]ed? failed",
+        "npu-smi does not reach the driver: it is not installed, not mounted, or this user may not use it",
+        "install the driver; join its user's group; in a container: mount /dev/davinci*, /dev/davinci_manager and the "
+        "driver's directory",
+    ),
+    _text(
+        "GLIBCXX",
+        ("glibcxx_", "cxxabi_"),
+        r"version [`'](?:GLIBCXX|CXXABI)_[\d.]+' not found",
+        "the C++ library of the system or of conda is older than the one that a package was built with",
+        "update libstdc++ (conda install -c conda-forge libstdcxx-ng), or put the newer one first in LD_LIBRARY_PATH",
+    ),
+    _text(
+        "static TLS",
+        ("static tls block",),
+        r"cannot allocate memory in static TLS block",
+        "a library was loaded too late for the thread memory that it needs, on aarch64 mostly libgomp",
+        "import torch before everything else, or set LD_PRELOAD to the library that the line names",
+    ),
+    _text(
         "undefined symbol",
         ("undefined symbol",),
         r"undefined symbol\s*:",
@@ -115,6 +137,20 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         r"ASCEND_HOME_PATH.{0,80}(?:does not exist|not exist|not set|is empty|unset|not found)",
         "the environment does not name a CANN that is there",
         _SET_ENV,
+    ),
+    _text(
+        "CANN's Python packages missing",
+        ("no module named",),
+        r"No module named '?(?:acl|tbe|te|hccl|opc_tool|auto_tune)(?:'|\b(?!\.py))",
+        "CANN's Python packages are not on the path: its set_env.sh was not sourced",
+        _SET_ENV,
+    ),
+    _text(
+        "torch_npu not imported",
+        ("has no attribute 'npu'", "at start of device string: npu"),
+        r"module 'torch' has no attribute 'npu'|at start of device string: npu",
+        "torch_npu is not loaded in this process",
+        "import torch_npu; find out why `import torch` did not load it: python -m atb_modules.doctor",
     ),
     _code(148049, None, "the path of the operator packages is not set (ASCEND_OPP_PATH)", _SET_ENV),
     _text(
@@ -135,11 +171,23 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         _SHAPES,
     ),
     _code(
+        107001,
+        "ACL_ERROR_RT_INVALID_DEVICEID",
+        "there is no device of that number in this process",
+        "compare the number with torch.npu.device_count() and ASCEND_RT_VISIBLE_DEVICES",
+    ),
+    _code(
         107002,
         "ACL_ERROR_RT_CONTEXT_NULL",
         "no context on this thread: no device was set before the call, or it was reset",
         "call torch.npu.set_device(...) on the thread that computes, before the first tensor",
         "after fork: start workers with the spawn method",
+    ),
+    _code(
+        107003,
+        "ACL_ERROR_RT_STREAM_CONTEXT",
+        "a stream was used under the context of another device",
+        "use a stream on the device that it was made on, inside torch.npu.device(...)",
     ),
     _code(161001, None, "the operator got a null pointer for a tensor that it needs", _SHAPES),
     _code(161002, None, "the operator got a parameter that it does not take", _SHAPES),
@@ -172,6 +220,12 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         "an operator on the AI CPU failed",
         _LOCALISE,
         "search the log for the operator's name: a fused operator in its place would not run there",
+    ),
+    _code(
+        507899,
+        "ACL_ERROR_RT_DRV_INTERNAL_ERROR",
+        "the driver met an error of its own",
+        "npu-smi info, then the system's log (dmesg): health of the device, other processes on it",
     ),
     _text(
         "out of memory",
@@ -221,6 +275,13 @@ KNOWN_ERRORS: tuple[KnownError, ...] = (
         "EI0002",
         "a process of a collective operation waited for another that did not come",
         "search the logs of all ranks for the one that failed first; raise HCCL_EXEC_TIMEOUT only for slow ones",
+    ),
+    _text(
+        "torch_npu does not load",
+        ("failed to load the backend extension",),
+        r"Failed to load the backend extension: torch_npu",
+        "`import torch` loads torch_npu, which failed; the error above it says why",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m atb_modules.doctor",
     ),
     _module_code(
         "E89999",

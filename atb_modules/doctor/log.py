@@ -92,12 +92,12 @@ def explain_lines(lines: Iterable[str], environ: Mapping[str, str] | None = None
     return _explain(enumerate(lines, start=1), environ)
 
 
-def _pieces(stream: BinaryIO) -> Iterator[tuple[int, str | None]]:
+def _pieces(stream: BinaryIO, size: int = _BLOCK) -> Iterator[tuple[int, str | None]]:
     """(number of the line, text): a line, or a piece of a long one; None in the place of a block without any word."""
     number, tail = 1, b""
-    while block := stream.read(_BLOCK):
+    while block := stream.read(size):
         if not block.endswith(b"\n"):
-            block += stream.readline(_BLOCK)
+            block += stream.readline(size)
         block = tail + block
         *whole, rest = block.split(b"\n")
         lower = block.lower()

@@ -13,6 +13,7 @@ import torch
 from atb_modules.doctor.data import Finding, Found, Level, Software
 from atb_modules.doctor.matrix import cann_version
 from atb_modules.doctor.places import Places, find_files, is_directory, read_settings, run_command
+from atb_modules.kernels.ascend import ascendc
 from atb_modules.kernels.ascend.socs import find_soc
 
 #: where CANN lies when nobody says otherwise, newest layout first
@@ -56,6 +57,7 @@ def find_software(places: Places) -> tuple[Software, list[Finding]]:
         cann=cann,
         cann_home=None if home is None else str(home),
         atb=atb,
+        ascend_c=_ascend_c(),
         driver=driver if driver.value else smi_driver,
         firmware=firmware,
         soc=_soc_of_process() or smi_soc,
@@ -70,6 +72,13 @@ def is_emulated() -> bool:
     """Whether torch_npu runs on the stubs of ``atb_modules.testing.npu`` in this process."""
     boot = sys.modules.get("atb_modules.testing.npu.boot")
     return boot is not None and boot.booted() is not None
+
+
+def _ascend_c() -> Found:
+    """The library of our Ascend C kernels."""
+    if ascendc.loaded():
+        return Found("loaded", str(ascendc.LIBRARY))
+    return Found("built", str(ascendc.LIBRARY)) if ascendc.LIBRARY.is_file() else Found()
 
 
 def cann_home(places: Places) -> Path | None:

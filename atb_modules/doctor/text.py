@@ -28,6 +28,7 @@ def _software(report: Report) -> Iterator[str]:
         ("torch_npu", software.torch_npu),
         ("CANN", software.cann),
         ("ATB", software.atb),
+        ("Ascend C", software.ascend_c),
         ("driver", software.driver),
         ("firmware", software.firmware),
         ("SoC", software.soc),

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atb_modules.doctor import report
+from atb_modules.kernels.ascend import ascendc
+
+from .installations import Installation
 
 ABI = int(torch.compiled_with_cxx11_abi())
+
+
+@pytest.fixture(autouse=True)
+def ascend_c(tmp_path, monkeypatch):
+    """Our Ascend C kernels, as if they were built."""
+    library = tmp_path / "libatb_ascend.so"
+    library.touch()
+    monkeypatch.setattr(ascendc, "LIBRARY", library)
+    return library
 
 
 def look(machine, **options):
@@ -56,10 +71,19 @@ def test_a_pair_of_the_table_is_compatible(machine):
     assert "Ascend: compatible" in str(found)
 
 
-def test_nothing_is_here(machine):
+def test_our_ascend_c_kernels(machine, ascend_c):
+    assert look(healthy(machine)).software.ascend_c.value == "built"
+    ascend_c.unlink()
+    found = look(machine)
+    assert found.ok and found.software.ascend_c.value is None
+    assert finding(found, "Ascend C").next_step.startswith("cmake -S ")
+
+
+def test_nothing_is_here(machine, ascend_c):
+    ascend_c.unlink()
     found = look(machine)
     assert found.ok and found.verdict == "unknown" and found.findings == () and found.variables == ()
-    assert "not here     numpy, torch_npu, CANN, ATB, driver, firmware, SoC" in str(found)
+    assert "not here     numpy, torch_npu, CANN, ATB, Ascend C, driver, firmware, SoC" in str(found)
 
 
 @pytest.mark.parametrize("torch_version,wrong", [("2.9.1", False), ("2.9.0+cpu", False), ("2.10.0", True)])
@@ -249,6 +273,19 @@ def test_garbled_version_files(machine, content):
     assert found.software.cann.value is None and found.verdict == "unknown" and found.ok
     assert set(levels(found, "CANN")) == {"warning"} and "warning" in levels(found, "driver")
     assert "unknown" in str(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=80) | st.binary(max_size=20).map(lambda tail: b"version=8.5" + tail))
+def test_no_file_makes_the_doctor_fall(tmp_path_factory, content):
+    machine = Installation(tmp_path_factory.mktemp("root") / "root").cann(None).atb(ABI)
+    for name in ("ascend_toolkit_install.info", "runtime/version.info"):
+        machine.write(machine.cann_home / name, content)
+    machine.write("usr/local/Ascend/firmware/version.info", content)
+    machine.write("usr/local/Ascend/nnal/atb/latest/version.info", content)
+    found = look(machine)
+    assert found.ok and str(found) and json.dumps(found.as_dict(), allow_nan=False)
+    assert found.software.cann.value is not None or levels(found, "CANN")
 
 
 def test_the_version_of_a_part_tells_where_no_installation_does(machine):

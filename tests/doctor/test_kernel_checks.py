@@ -138,6 +138,46 @@ def test_a_fault_in_the_decode_step_is_found_out(monkeypatch):
     assert {(c.op, c.strategy) for c in report(places=BARE).failed} == {("decode_layer", "cpu")}
 
 
+def test_rules_that_raise_do_not_end_the_report(monkeypatch):
+    plant(monkeypatch, "moe", "torch", reasons=lambda spec, traits: 1 / 0)
+    found = report(places=BARE)
+    failed = {(c.op, c.strategy, c.why) for c in found.failed}
+    assert failed == {("moe", "all", ("cannot be asked: ZeroDivisionError: division by zero",))}
+    assert "moe                      all raised/raised" in str(found)
+
+
+def test_a_reference_that_raises_does_not_end_the_report(monkeypatch):
+    plant(monkeypatch, "rotary_append", "reference", function=lambda *args: 1 / 0)
+    failed = {(c.op, c.strategy) for c in report(places=BARE).failed if "its reference raised" in c.why[0]}
+    assert failed >= {("rotary_append", "cpu"), ("rotary_append", "torch"), ("rotary_append", "reference")}
+
+
+def test_slow_kernels_run_where_they_are_asked_for(monkeypatch):
+    """Compiling takes half a minute, so that another kernel stands in."""
+    eager = next(k for k in registry.kernels("attention") if k.strategy == "eager")
+    lengths = []
+
+    def compiled(q, k, v, spec, **options):
+        lengths.append((q.shape[2], k.shape[2]))
+        return eager.function(q, k, v, spec, **options)
+
+    plant(monkeypatch, "attention", "flex", function=compiled)
+    found = report(places=BARE, slow=True)
+    assert found.ok and {c.status.value for c in found.checked if c.strategy == "flex"} == {"agrees"}
+    assert len(lengths) == 2 and min(min(pair) for pair in lengths) >= 128
+
+
+def test_whatever_the_defaults_of_the_process_are():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            found = report(places=BARE)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.ok, found.failed
+
+
 def test_reasons_of_kernels_are_told(monkeypatch):
     plant(monkeypatch, "linear", "torch", reasons=lambda spec, traits: ("is not in the mood",))
     found = report(places=BARE)

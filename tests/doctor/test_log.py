@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import random
+import time
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atb_modules.doctor import explain_log
 from atb_modules.doctor.known_errors import KNOWN_ERRORS
-from atb_modules.doctor.log import explain_lines
+from atb_modules.doctor.log import _explain, _pieces, explain_lines
 
 #: name -> lines that show it
 SHOWN = {
@@ -21,12 +24,27 @@ SHOWN = {
         "\tlibge_runner.so => not found",
     ],
     "libascend_hal.so missing": ["ImportError: libascend_hal.so: cannot open shared object file: No such file"],
+    "dcmi": [
+        "dcmi model initialized failed, because the device is used. ret is -8020",
+        "dcmi module initialize failed.",
+    ],
+    "GLIBCXX": ["ImportError: /lib64/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by x.so)"],
+    "static TLS": ["ImportError: /x/libgomp-d22c30c5.so.1.0.0: cannot allocate memory in static TLS block"],
     "undefined symbol": [
         "ImportError: /usr/lib/python3/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN2at4_ops5zeros4callEv"
     ],
     "ASCEND_HOME_PATH": [
         "EnvironmentError: The path ASCEND_HOME_PATH=/usr/local/Ascend does not exist",
         "ASCEND_HOME_PATH is not set",
+    ],
+    "CANN's Python packages missing": [
+        "ModuleNotFoundError: No module named 'tbe'",
+        "ModuleNotFoundError: No module named 'acl'",
+        "E Exception: No module named te",
+    ],
+    "torch_npu not imported": [
+        "AttributeError: module 'torch' has no attribute 'npu'",
+        "RuntimeError: Expected one of cpu, cuda, ipu device type at start of device string: npu",
     ],
     "148049": ["[ERROR] aclInit failed, error code is 148049", "ret = 148049", "retCode is 0x24251."],
     "numpy 2": [
@@ -39,7 +57,9 @@ SHOWN = {
         "open binary_info_config.json failed",
         "[EXCEPTION] Kernel binary load failed",
     ],
+    "107001": ["aclrtSetDevice failed, error code is 107001", "ACL_ERROR_RT_INVALID_DEVICEID"],
     "107002": ["call aclrtSynchronizeStream failed, error code is 107002", "ret[107002]", "ACL_ERROR_RT_CONTEXT_NULL"],
+    "107003": ["error code is 107003"],
     "161001": ["call aclnnAddRmsNorm failed, error code is 161001"],
     "161002": ["aclnnAddRmsNorm fail, ret: 161002", "errorCode=161002,"],
     "561002": ["call aclnnPromptFlashAttention failed, detail:EZ, error code is 561002"],
@@ -48,6 +68,7 @@ SHOWN = {
     "507015": ["RuntimeError: ACL stream synchronize failed, error code:507015", "aclError 507015", "retCode=0x7BC87"],
     "507035": ["RuntimeError: NPU function error: error code is 507035\n", "[Error]: (507035) failed: 507035"],
     "507018": ["rtStreamSynchronize failed with 507018", "error code = 507018!"],
+    "507899": ["rtMemcpy failed, retCode is 0x7bffb", "error code is 507899"],
     "out of memory": [
         "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity)",
         "aclrtMalloc failed, error code is 207001",
@@ -60,6 +81,7 @@ SHOWN = {
     "EZ1001": ["EZ1001: x1 dtype DT_DOUBLE not in dtype support list"],
     "EZ3002": ["[EZ3002]: Optype [FlashAttention] of Ops kernel is unsupported"],
     "EI0002": ["EI0002: The wait execution of the Notify register times out."],
+    "torch_npu does not load": ["RuntimeError: Failed to load the backend extension: torch_npu. You can disable it."],
     "E89999": ["E89999: Inner Error, Please contact support engineer!"],
     "EZ9999": ["EZ9999: Inner Error!"],
     "fall back to CPU": [
@@ -98,6 +120,10 @@ def test_every_error_of_the_table_has_a_line_and_a_next_step():
     "request id 161001 returned 200",
     "see LEZ9999 and EZ99990",
     "undefined symbols are fine",
+    "ModuleNotFoundError: No module named 'ted'",
+    "ModuleNotFoundError: No module named 'te.py'",
+    "ModuleNotFoundError: No module named 'aclocal'",
+    "module 'torch' has no attribute 'npu_format'",
     "loading libhccl.so and libatb.so",
     "export ASCEND_HOME_PATH=/usr/local/Ascend",
     "import numpy as np  # numpy 1 or 2",
@@ -150,6 +176,27 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path):
         assert "error code is 507035" in cause.line and len(cause.line) <= 300
         last = explain_log(io.BytesIO(b"first\n" + text + b"\nEZ9999: Inner Error!\n"))
         assert last.causes[1].line_number == 3 and last.lines_read == 3
+
+
+PARTS = [line for lines in SHOWN.values() for line in lines] + ["nothing here", "", "step 507035", "x" * 90, "误"]
+
+
+@given(lines=st.lists(st.sampled_from(PARTS), max_size=12), block=st.integers(1, 400), ended=st.booleans())
+def test_the_size_of_a_block_changes_nothing(lines, block, ended):
+    lines = [line.strip() for line in lines]
+    log = "\n".join(lines).encode() + b"\n" * (ended and bool(lines))
+    whole, streamed = explain_lines(log.decode().splitlines(), {}), _explain(_pieces(io.BytesIO(log), block), {})
+    assert streamed.lines_read == whole.lines_read
+    assert [(c.name, c.line_number, c.lines) for c in streamed.causes] == [
+        (c.name, c.line_number, c.lines) for c in whole.causes
+    ]
+
+
+def test_lines_made_to_be_slow():
+    for line in ("error code is " * 30_000 + "507035x", "libatb.so" * 30_000, "code:" * 60_000 + " 161001x"):
+        start = time.perf_counter()
+        explain_lines([line])
+        assert time.perf_counter() - start < 5.0
 
 
 def test_huge_logs_are_streamed(tmp_path):

@@ -56,13 +56,13 @@ def on_npu(function):
     return call
 
 
-def borrow(path: str, names: tuple[str, ...]) -> ModuleType:
-    """The test module at ``path`` below tests/, with the ops ``names`` (and all of ``ops``) on the NPU."""
+def borrow(path: str, names: tuple[str, ...], strategy: str = "ascend") -> ModuleType:
+    """The test module at ``path`` below tests/ for ``strategy``, the ops ``names`` (and all of ``ops``) on the NPU."""
     file = TESTS / path
-    spec = importlib.util.spec_from_file_location(f"borrowed_{file.stem}_{file.parent.name}", file)
+    spec = importlib.util.spec_from_file_location(f"borrowed_{file.stem}_{file.parent.name}_{strategy}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with device_under_test("npu"):
+    with device_under_test("npu", strategy):
         spec.loader.exec_module(module)
     for name in names:
         setattr(module, name, on_npu(getattr(ops, name)))

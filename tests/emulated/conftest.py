@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atb_modules.kernels.ascend.ascendc import load
+from atb_modules.testing.ascendc.binding import build_binding
 from atb_modules.testing.npu import EmulatedNPU, boot
 
 HERE = Path(__file__).parent
@@ -29,6 +31,13 @@ def pytest_ignore_collect(collection_path, config):
 def booted_npu():
     """torch_npu on stubs, believing in one Ascend 910B1."""
     return boot("ascend910b1")
+
+
+@pytest.fixture(scope="session")
+def own_kernels(booted_npu):
+    """The ops of our Ascend C kernels, over the host's emulation of a core."""
+    assert load(build_binding(booted_npu.directory / "torch_npu"))
+    return torch.ops.atb_modules
 
 
 @pytest.fixture

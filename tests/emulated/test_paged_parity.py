@@ -51,13 +51,24 @@ def filled(past, new, page_size, dim, dtype, generator, kv_heads=2):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("past,new", PAST.values(), ids=PAST.keys())
 def test_paged_attention(npu, past, new, spec, page_size, dim, dtype):
+    check_paged("ascend", past, new, spec, page_size, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page_size,dim", [(16, 64), (48, 128)])
+@pytest.mark.parametrize("spec", [SPECS["window"], AttentionSpec(softcap=3.0)], ids=["window", "softcap"])
+def test_our_own_decode_kernel(npu, own_kernels, spec, page_size, dim, dtype):
+    check_paged("ascend_c", *PAST["decode"], spec, page_size, dim, dtype)
+
+
+def check_paged(strategy, past, new, spec, page_size, dim, dtype):
     generator = fresh_generator()
     where = filled(past, new, page_size, dim, dtype, generator)
     q = torch.randn(sum(new), 6, dim, generator=generator).to(dtype)
     golden, golden_lse = paged_attention_reference(q.double(), *(t.double() for t in where[:2]), *where[2:], spec)
     plain = summation_orders(partial(plain_paged_attention, q, *where, spec))
-    out, lse = on_npu(paged_attention)(q, *where, spec, return_lse=True, strategy="ascend")
-    assert_parity(out, golden, plain, reduction=200)
+    out, lse = on_npu(paged_attention)(q, *where, spec, return_lse=True, strategy=strategy)
+    assert_parity(out, golden, plain, reduction=200, softcap=spec.softcap is not None)
     torch.testing.assert_close(lse.double(), golden_lse, atol=2e-2, rtol=2e-2)
 
 
@@ -119,5 +130,6 @@ def test_a_decode_step_waits_for_nothing(npu):
                 where = (step.block_table(layer), step.kv_lengths, step.cu_seqlens_q)
                 spec = AttentionSpec(causal=True, window=window)
                 out, _ = paged_attention(q, *pages, *where, spec, trusted=True)
-        assert set(choices) == {("cache_append", "ascend"), ("paged_attention", "ascend")}
+        assert {op for op, _ in choices} == {"cache_append", "paged_attention"}
+        assert {strategy for _, strategy in choices} <= {"ascend", "ascend_c"}
         assert out.isfinite().all()

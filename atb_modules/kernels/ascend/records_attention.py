@@ -60,7 +60,7 @@ def attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str
     return tuple(_attention_reasons(spec, traits))
 
 
-def _attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+def attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     pairs = traits.pairs if traits.seen is None else traits.seen
     passes = 3.5 if traits.requires_grad else 1.0
     mask = traits.q_len * traits.kv_len if _needs_full_mask(spec, traits) and not traits.segments else 0
@@ -76,7 +76,7 @@ register(
         AttentionStrategy.ASCEND,
         attention_ascend,
         attention_reasons,
-        _attention_cost,
+        attention_cost,
         device_types=("npu",),
         transformable=False,
     )

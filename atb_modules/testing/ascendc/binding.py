@@ -12,6 +12,7 @@ from atb_modules.testing.ascendc.build import (
     INCLUDE,
     emulation_objects,
     emulation_parts,
+    kernel_headers,
     options,
     read_sources,
     run_compiler,
@@ -23,7 +24,7 @@ from atb_modules.testing.build_cache import cached_build
 
 def kernel_object(source: Path) -> Path:
     """The object file of one kernel source on the emulation."""
-    headers = list(source.parent.rglob("*.h"))
+    headers = kernel_headers(source.parent)
 
     def build(directory: Path) -> None:
         unit = write_unit(source, directory)

@@ -77,6 +77,11 @@ def kernel_entries(text: str) -> dict[str, str]:
     return entries
 
 
+def kernel_headers(*roots: Path) -> list[Path]:
+    """The headers that a kernel may include; ``launch.h`` belongs to the binding."""
+    return [path for root in roots for path in root.rglob("*.h") if path.name != "launch.h"]
+
+
 def write_unit(source: Path, directory: Path) -> Path:
     """A source that includes a kernel source as it is and registers its kernels with the emulation."""
     entries = kernel_entries(source.read_text())
@@ -101,7 +106,7 @@ def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
     text = source.read_text()
     if not kernel_entries(text):
         raise ValueError(f'source {source} has no kernel (extern "C" __global__ __aicore__ void name(...))')
-    headers = [path for root in (source.parent, *include) for path in root.rglob("*.h")]
+    headers = kernel_headers(source.parent, *include)
     objects = emulation_objects()
 
     def build(directory: Path) -> None:

@@ -34,6 +34,8 @@ _BOOKKEEPING = {"aten::detach", "aten::detach_", "aten::alias", "aten::lift_fres
 _BOOKKEEPING |= {"aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor"}
 #: Composite operators that torch_npu takes apart itself; in inference mode they arrive here whole.
 _TAKEN_APART = {"aten::scaled_dot_product_attention"}
+#: our Ascend C kernels: their binding launches them itself, on the host's emulation of a core
+_OWN = "atb_modules::ascend_"
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 _SEARCHES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
@@ -88,6 +90,10 @@ class EmulatedNPU(TorchDispatchMode):
             if self.poison and fresh.is_floating_point() and fresh.numel():
                 alias(fresh).fill_(float("nan"))
             return fresh
+        if name.startswith(_OWN):
+            result = func(*args, **kwargs)
+            self._note(func, name, args, kwargs, result)
+            return result
         if name in _TAKEN_APART:
             with self:
                 return func._op_dk(torch._C.DispatchKey.AutogradPrivateUse1, *args, **kwargs)

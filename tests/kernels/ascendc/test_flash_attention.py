@@ -77,6 +77,17 @@ def test_queries_that_see_nothing(dtype):
     assert report.tensors[0].read == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_of_drawn_shapes(dtype):
+    generator = fresh_generator()
+    pick = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
+    for _ in range(4):
+        kv_heads, q_len, kv_len = pick(1, 3), pick(1, 200), pick(0, 400)
+        dims = {"dim": 16 * pick(1, 17), "value_dim": 16 * pick(1, 17)}
+        sides = {"left": pick(-1, 300), "right": pick(-1, 100)}
+        check(pick(1, 3), kv_heads * pick(1, 4), kv_heads, q_len, kv_len, dtype=dtype, **dims, **sides)
+
+
 def visible_keys(q_len, kv_len, left, right, tile_rows):
     """Keys between the first and the last that a tile of queries sees, summed over the tiles."""
     total = 0

@@ -61,24 +61,15 @@ enum class CMPMODE { LT, GT, EQ, LE, GE, NE };
 enum class SELMODE { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };
 
 // Every event between two pipes, with the pipe that sets it and the pipe that waits for it.
-#define ATB_HARD_EVENTS(EVENT)                                                                               \
-  EVENT(MTE2, MTE1)                                                                                          \
-  EVENT(MTE1, MTE2)                                                                                          \
-  EVENT(MTE1, M)                                                                                             \
-  EVENT(M, MTE1)                                                                                             \
-  EVENT(MTE2, V)                                                                                             \
-  EVENT(V, MTE2)                                                                                             \
-  EVENT(MTE3, V)                                                                                             \
-  EVENT(V, MTE3)                                                                                             \
-  EVENT(M, V)                                                                                                \
-  EVENT(V, M)                                                                                                \
-  EVENT(V, V)                                                                                                \
-  EVENT(MTE3, MTE1)                                                                                          \
-  EVENT(MTE1, MTE3)                                                                                          \
-  EVENT(MTE1, V) EVENT(V, MTE1) EVENT(MTE2, M) EVENT(M, MTE2) EVENT(M, FIX) EVENT(FIX, M) EVENT(MTE3, MTE2)  \
-      EVENT(MTE2, MTE3) EVENT(S, V) EVENT(V, S) EVENT(S, MTE2) EVENT(MTE2, S) EVENT(S, MTE3) EVENT(MTE3, S)  \
-          EVENT(M, S) EVENT(S, M) EVENT(FIX, MTE2) EVENT(MTE2, FIX) EVENT(FIX, S) EVENT(S, FIX)              \
-              EVENT(FIX, MTE1) EVENT(MTE1, FIX) EVENT(FIX, V) EVENT(FIX, MTE3)
+// clang-format off
+#define ATB_HARD_EVENTS(EVENT) \
+  EVENT(MTE2, MTE1) EVENT(MTE1, MTE2) EVENT(MTE1, M) EVENT(M, MTE1) EVENT(MTE2, V) EVENT(V, MTE2) \
+  EVENT(MTE3, V) EVENT(V, MTE3) EVENT(M, V) EVENT(V, M) EVENT(V, V) EVENT(MTE3, MTE1) EVENT(MTE1, MTE3) \
+  EVENT(MTE1, V) EVENT(V, MTE1) EVENT(MTE2, M) EVENT(M, MTE2) EVENT(M, FIX) EVENT(FIX, M) \
+  EVENT(MTE3, MTE2) EVENT(MTE2, MTE3) EVENT(S, V) EVENT(V, S) EVENT(S, MTE2) EVENT(MTE2, S) EVENT(S, MTE3) \
+  EVENT(MTE3, S) EVENT(M, S) EVENT(S, M) EVENT(FIX, MTE2) EVENT(MTE2, FIX) EVENT(FIX, S) EVENT(S, FIX) \
+  EVENT(FIX, MTE1) EVENT(MTE1, FIX) EVENT(FIX, V) EVENT(FIX, MTE3)
+// clang-format on
 
 enum class HardEvent : uint8_t {
 #define ATB_EVENT(from, to) from##_##to,
