@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,15 @@ REFUSED_ON_310P |= {"cache append", "rotary append", "rotary interleaved"}
 
 @pytest.fixture(scope="module")
 def outcomes():
-    found = {}
-    for soc in SOCS:
+    def run(soc):
         command = [sys.executable, "-m", "tests.emulated.backend_dry_run", soc]
         root = Path(__file__).parents[2]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ, timeout=240)
         assert done.returncode == 0, done.stderr
-        found[soc] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SOCS, pool.map(run, SOCS), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
