@@ -22,6 +22,8 @@ from atb_modules.testing.ascendc.run import Argument, In, InOut, Out, Report, la
 #: where the sources of the kernels lie
 ASCENDC = Path(ascend.__file__).parent / "ascendc"
 DTYPES = {torch.float16: (0, "half"), torch.bfloat16: (1, "bfloat16"), torch.float32: (2, "float")}
+#: bytes of the unified buffer that the tilings leave to the runtime (kAtbReservedUb)
+RESERVED_UB = 256
 GATES = ("silu", "gelu_tanh", "quick_gelu")
 _FLOAT = {"eps", "scale", "softcap", "weight_offset"}
 
@@ -54,7 +56,7 @@ def tile(op: str, struct: str, soc: str | Soc, **given: Any) -> ctypes.Array:
         ValueError: the kernel does not take such a call on this SoC; the text says why.
     """
     soc = soc_of(soc)
-    numbers = _Soc(soc.ub, soc.vector_cores, soc.cube_cores, soc.bfloat16, soc.arch != "dav-2002")
+    numbers = _Soc(soc.ub - RESERVED_UB, soc.vector_cores, soc.cube_cores, soc.bfloat16, soc.arch != "dav-2002")
     host = _host()
     out = (ctypes.c_uint8 * getattr(host, f"atb_sizeof_{struct}")())()
     function = getattr(host, f"atb_tile_{op}")

@@ -15,7 +15,7 @@ import pytest
 from atb_modules.kernels.ascend.ascendc import load, loaded
 from atb_modules.kernels.ascend.socs import SOCS
 from atb_modules.testing.ascendc.build import kernel_entries
-from atb_modules.testing.ascendc.kernels import ASCENDC
+from atb_modules.testing.ascendc.kernels import ASCENDC, RESERVED_UB
 
 #: stands for CANN's functions: one object library in place of the kernels, what it was given in a file
 FAKE_CANN = """
@@ -123,6 +123,11 @@ def test_the_table_of_socs_is_the_one_of_python():
         ]
         for name, soc in SOCS.items()
     }  # fmt: skip
+
+
+def test_the_reserve_of_the_unified_buffer_is_the_one_of_python():
+    text = (ASCENDC / "tiling" / "soc.h").read_text()
+    assert re.search(r"kAtbReservedUb = (\d+)", text)[1] == str(RESERVED_UB)
 
 
 def test_without_the_library_there_are_no_ops():

@@ -50,14 +50,16 @@ inline Global Work(const at::Tensor &tensor) {
 }
 
 inline const AtbSocRow &DeviceSoc() {
-  static const AtbSocRow *row = [] {
+  static const AtbSocRow row = [] {
     const char *name = aclrtGetSocName();
     const AtbSocRow *found = name == nullptr ? nullptr : AtbFindSoc(name);
     TORCH_CHECK(found != nullptr, "the SoC is ", name == nullptr ? "unknown" : name,
                 "; allowed: those of socs.py");
-    return found;
+    AtbSocRow usable = *found;
+    usable.soc.ub -= kAtbReservedUb;
+    return usable;
   }();
-  return *row;
+  return row;
 }
 
 inline int32_t DtypeOf(const at::Tensor &tensor, const char *name) {

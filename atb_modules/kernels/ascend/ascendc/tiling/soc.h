@@ -4,12 +4,15 @@
 #include <cstdint>
 
 struct AtbSoc {
-  int64_t ub;           // bytes of the unified buffer
+  int64_t ub;           // bytes of the unified buffer that a kernel may take
   int32_t vector_cores; //
   int32_t cube_cores;   //
   int32_t bfloat16;     // computes in bfloat16
   int32_t pads;         // has DataCopyPad and Gather: rows need not be multiples of 32 bytes
 };
+
+// Bytes of the unified buffer that are left to the runtime of kernels, which keeps some for itself on 910B.
+constexpr int64_t kAtbReservedUb = 256;
 
 enum AtbDtype : int32_t { ATB_HALF, ATB_BFLOAT16, ATB_FLOAT };
 
