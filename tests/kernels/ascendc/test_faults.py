@@ -38,6 +38,7 @@ MEMORY = {
     "enqueued_twice": "gave away before",
     "foreign_tensor": "does not belong to the queue",
     "nine_buffers": "9 buffers together; there are eight events",
+    "select_without_room": "Select needs 8192 bytes of UB",
     "queue_before_init": "used before InitBuffer",
     "too_many_runs": "1 to 4095 runs, given 4096",
 }

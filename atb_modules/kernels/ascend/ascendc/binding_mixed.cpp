@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> FlashAttention(const Tensor &q, const Tensor &k, cons
                             static_cast<float>(softcap), &tiling),
          "ascend_flash_attention");
   const Tensor work = Workspace(q, FlashWorkspace(tiling, dtype));
-  Launch(ATB_KERNEL_16(flash_attention), dtype, tiling, In(q), In(k), In(v), Out(std::get<0>(result)),
+  Launch(ATB_KERNEL(flash_attention), dtype, tiling, In(q), In(k), In(v), Out(std::get<0>(result)),
          Out(std::get<1>(result)), Work(work));
   return result;
 }

@@ -65,6 +65,18 @@ __aicore__ inline void LoadRight(const LocalTensor<T> &to, const LocalTensor<T> 
   LoadData(to, from[at / kFractalWidth<T> * rows * kFractalSize<T>], load);
 }
 
+// k columns from the first on, of `count` lines of `lines` from `first` on.
+template <typename T>
+__aicore__ inline void LoadRightLines(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t lines,
+                                      uint32_t first, uint32_t count, uint32_t k) {
+  const uint32_t rows = Fractals(lines), columns = (k + kFractalWidth<T> - 1) / kFractalWidth<T>;
+  LoadData2DParams load;
+  load.repeatTimes = static_cast<uint8_t>(Fractals(count));
+  load.srcStride = 1;
+  for (uint32_t column = 0; column < columns; ++column)
+    LoadData(to[column * Fractals(count) * kFractalSize<T>],
+             from[(column * rows + first / 16) * kFractalSize<T>], load);
+}
 // Columns `at` to `at + width` of all lines (a multiple of 16), transposed: the lines are what the product
 // sums over. For elements of 16 bits.
 template <typename T>

@@ -27,7 +27,7 @@ __aicore__ inline void Run(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR out, GM_ADDR
   TPipe pipe;
   if ASCEND_IS_AIV {
     atb::FlashRows<T> rows(&pipe, tiling);
-    rows.Process(out, lse, work);
+    rows.Process(v, out, lse, work);
   }
   if ASCEND_IS_AIC {
     atb::FlashCube<T> products(&pipe, tiling);
@@ -50,3 +50,9 @@ extern "C" __global__ __aicore__ void atb_flash_attention_bfloat16(GM_ADDR q, GM
   Run<bfloat16_t>(q, k, v, out, lse, work, tiling);
 }
 #endif
+extern "C" __global__ __aicore__ void atb_flash_attention_float(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR out,
+                                                                GM_ADDR lse, GM_ADDR work,
+                                                                FlashAttentionTiling tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Run<float>(q, k, v, out, lse, work, tiling);
+}

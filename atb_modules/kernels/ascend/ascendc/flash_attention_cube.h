@@ -10,12 +10,12 @@ public:
   __aicore__ inline FlashCube(TPipe *pipe, const FlashAttentionTiling &tiling)
       : t_(tiling), steps_(tiling, static_cast<uint32_t>(GetBlockIdx())) {
     pipe->InitBuffer(in_q_, 2, t_.tile_rows * t_.head_dim * sizeof(T));
-    pipe->InitBuffer(in_weights_, 2, t_.tile_rows * t_.tile_keys * sizeof(T));
+    pipe->InitBuffer(in_weights_, 1, t_.tile_rows * t_.tile_keys * sizeof(T));
     pipe->InitBuffer(in_k_, 2, t_.tile_keys * t_.head_dim * sizeof(T));
     pipe->InitBuffer(in_v_, 2, t_.tile_keys * t_.value_dim * sizeof(T));
-    pipe->InitBuffer(left_, 2, t_.tile_rows * kWide * sizeof(T));
-    pipe->InitBuffer(right_, 2, t_.tile_keys * kWide * sizeof(T));
-    pipe->InitBuffer(sums_, 2, t_.tile_rows * kWide * sizeof(float));
+    pipe->InitBuffer(left_, 2, t_.tile_rows * kPiece * sizeof(T));
+    pipe->InitBuffer(right_, 2, (kTurned ? kColumns : t_.tile_keys) * kPiece * sizeof(T));
+    pipe->InitBuffer(sums_, 2, t_.tile_rows * kColumns * sizeof(float));
   }
 
   __aicore__ inline void Process(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR work) {
@@ -31,7 +31,7 @@ public:
     if (now.live) Scores(now, 0);
     for (uint32_t turn = 0; now.live; ++turn) {
       // What needs no other core is loaded before this pipe waits for the weights.
-      LoadValues(now);
+      if constexpr (!kTurned) LoadValues(now);
       const FlashStep after = next.live ? steps_.NextWithKeys() : FlashStep{};
       LoadKeys(after);
       if (next.live) Scores(next, turn + 1);
@@ -42,7 +42,10 @@ public:
   }
 
 private:
-  static constexpr uint32_t kWide = 128; // of what is summed over, or of the columns of a product
+  // What is summed over in one product, and its columns.
+  static constexpr uint32_t kPiece = 256 / sizeof(T), kColumns = 128;
+  // The cube core transposes 16-bit elements alone: in float32 the vector cores turn the values for it.
+  static constexpr bool kTurned = sizeof(T) == 4;
 
   __aicore__ inline void LoadKeys(const FlashStep &step) {
     if (!step.live) return;
@@ -87,8 +90,8 @@ private:
     if (step.first) queries_ = in_q_.template DeQue<T>();
     LocalTensor<T> keys = in_k_.template DeQue<T>();
     LocalTensor<float> sums = sums_.template AllocTensor<float>();
-    for (uint32_t at = 0; at < t_.head_dim; at += kWide) {
-      const uint32_t k = Least(kWide, t_.head_dim - at);
+    for (uint32_t at = 0; at < t_.head_dim; at += kPiece) {
+      const uint32_t k = Least(kPiece, t_.head_dim - at);
       LocalTensor<T> a = left_.template AllocTensor<T>(), b = right_.template AllocTensor<T>();
       LoadLeft(a, queries_, step.rows, at, k);
       LoadRight(b, keys, t_.tile_keys, at, k);
@@ -100,21 +103,32 @@ private:
     CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
   }
 
+  __aicore__ inline void LoadTurned(uint32_t keys, uint32_t turn) {
+    LocalTensor<T> v = in_v_.template AllocTensor<T>();
+    LoadFractals(v, slots_.values[turn % 2 * slots_.value_size], t_.value_dim, keys, t_.tile_keys);
+    in_v_.EnQue(v);
+  }
+
   __aicore__ inline void Values(const FlashStep &step, uint32_t turn) {
+    const uint32_t keys = kTurned ? Fractals(step.keys) * 16 : t_.tile_keys;
     CrossCoreWaitFlag<2, PIPE_MTE2>(kWeightsReady);
     LocalTensor<T> weights = in_weights_.template AllocTensor<T>();
     LoadFractals(weights, slots_.weights[turn % 2 * slots_.score_size], step.rows, t_.tile_keys,
                  t_.tile_keys);
     in_weights_.EnQue(weights);
     weights = in_weights_.template DeQue<T>();
+    if constexpr (kTurned) LoadTurned(keys, turn);
     LocalTensor<T> values = in_v_.template DeQue<T>();
-    for (uint32_t column = 0; column < t_.value_dim; column += kWide) {
-      const uint32_t columns = Least(kWide, t_.value_dim - column);
+    for (uint32_t column = 0; column < t_.value_dim; column += kColumns) {
+      const uint32_t columns = Least(kColumns, t_.value_dim - column);
       LocalTensor<float> sums = sums_.template AllocTensor<float>();
       LocalTensor<T> a = left_.template AllocTensor<T>(), b = right_.template AllocTensor<T>();
-      LoadLeft(a, weights, step.rows, 0, t_.tile_keys);
-      LoadRightTransposed(b, values, t_.tile_keys, column, columns);
-      MultiplyNow(a, b, sums, step.rows, columns, t_.tile_keys, true);
+      LoadLeft(a, weights, step.rows, 0, keys);
+      if constexpr (kTurned)
+        LoadRightLines(b, values, t_.value_dim, column, columns, keys);
+      else
+        LoadRightTransposed(b, values, t_.tile_keys, column, columns);
+      MultiplyNow(a, b, sums, step.rows, columns, keys, true);
       Store(slots_.products[turn % 2 * slots_.product_size + column], sums, step.rows, columns, t_.value_dim);
     }
     in_weights_.FreeTensor(weights);
@@ -125,7 +139,8 @@ private:
   FlashAttentionTiling t_;
   FlashSteps steps_;
   FlashSlots<T> slots_;
-  TQue<TPosition::A1, 2> in_q_, in_weights_;
+  TQue<TPosition::A1, 2> in_q_;
+  TQue<TPosition::A1, 1> in_weights_; // all four make seven events from MTE2 to MTE1, of eight
   TQue<TPosition::B1, 2> in_k_, in_v_;
   TQue<TPosition::A2, 2> left_;
   TQue<TPosition::B2, 2> right_;

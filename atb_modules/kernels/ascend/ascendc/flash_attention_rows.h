@@ -16,6 +16,15 @@ public:
     pipe->InitBuffer(in_products_, 2, kFlashRows * t_.value_dim * sizeof(float));
     pipe->InitBuffer(out_, 1, kFlashRows * t_.value_dim * sizeof(T));
     pipe->InitBuffer(out_lse_, 1, half_ * sizeof(float));
+    if constexpr (kTurns) {
+      const uint32_t values = kFlashRows * t_.value_dim;
+      pipe->InitBuffer(in_values_, 2, values * sizeof(float));
+      pipe->InitBuffer(out_values_, 1, values * sizeof(float));
+      pipe->InitBuffer(offsets_, values * sizeof(int32_t));
+      for (uint32_t d = 0; d < t_.value_dim; ++d)
+        ArithProgression<int32_t>(offsets_.Get<int32_t>()[d * kFlashRows], int32_t(d * sizeof(float)),
+                                  int32_t(t_.value_dim * sizeof(float)), int32_t(kFlashRows));
+    }
     pipe->InitBuffer(total_, half_ * t_.value_dim * sizeof(float));
     pipe->InitBuffer(most_, half_ * sizeof(float));
     pipe->InitBuffer(sum_, half_ * sizeof(float));
@@ -42,27 +51,28 @@ public:
     PipeBarrier<PIPE_V>();
   }
 
-  __aicore__ inline void Process(GM_ADDR out, GM_ADDR lse, GM_ADDR work) {
+  __aicore__ inline void Process(GM_ADDR v, GM_ADDR out, GM_ADDR lse, GM_ADDR work) {
+    v_.SetGlobalBuffer((__gm__ T *)v, uint64_t(t_.batch) * t_.kv_heads * t_.kv_len * t_.value_dim);
     const uint64_t rows = uint64_t(t_.batch) * t_.heads * t_.q_len;
     result_.SetGlobalBuffer((__gm__ T *)out, rows * t_.value_dim);
     lse_.SetGlobalBuffer((__gm__ float *)lse, rows);
     slots_.Init(t_, work, block_);
     uint32_t turn = 0;
-    bool waits = false; // the products of the turn before are not gathered yet
+    bool waits = false; // the products of the turn before are not accumulated yet
     for (FlashStep step = steps_.Next(); step.live; step = steps_.Next()) {
       if (step.first) {
-        if (waits) Gather(turn - 1);
+        if (waits) Accumulate(turn - 1);
         if (turn_begun_) Finish();
         waits = false;
         Begin(step);
       }
       if (step.keys == 0) continue;
       Softmax(step, turn);
-      if (waits) Gather(turn - 1);
+      if (waits) Accumulate(turn - 1);
       waits = true;
       ++turn;
     }
-    if (waits) Gather(turn - 1);
+    if (waits) Accumulate(turn - 1);
     if (turn_begun_) Finish();
   }
 
@@ -112,7 +122,36 @@ private:
       DataCopy(slots_.weights[turn % 2 * slots_.score_size + (from_ + at) * t_.tile_keys], weights, count);
       out_weights_.FreeTensor(weights);
     }
+    if constexpr (kTurns) Turn(step, turn);
     CrossCoreSetFlag<2, PIPE_MTE3>(kWeightsReady);
+  }
+
+  // The values of the tile, 16 keys at a time, with the channels as rows; the two cores take turns. Rows
+  // behind the last key become 0.
+  __aicore__ inline void LoadValues(const FlashStep &step, uint32_t key) {
+    LocalTensor<float> values = in_values_.AllocTensor<float>();
+    DataCopy(values, v_[(uint64_t(step.kv_head) * t_.kv_len + step.key + key) * t_.value_dim],
+             Least(kFlashRows, step.keys - key) * t_.value_dim);
+    in_values_.EnQue(values);
+  }
+  __aicore__ inline void Turn(const FlashStep &step, uint32_t turn) {
+    const uint32_t first = static_cast<uint32_t>(GetSubBlockIdx()) * kFlashRows, width = t_.value_dim;
+    const DataCopyParams rows{static_cast<uint16_t>(width), kFlashRows / 8, 0,
+                              static_cast<uint16_t>((t_.tile_keys - kFlashRows) / 8)};
+    if (first < step.keys) LoadValues(step, first);
+    for (uint32_t key = first; key < step.keys; key += 2 * kFlashRows) {
+      if (key + 2 * kFlashRows < step.keys) LoadValues(step, key + 2 * kFlashRows);
+      LocalTensor<float> values = in_values_.DeQue<float>(), turned = out_values_.AllocTensor<float>();
+      const uint32_t count = Least(kFlashRows, step.keys - key);
+      if (count < kFlashRows) Duplicate(values[count * width], 0.0f, (kFlashRows - count) * width);
+      PipeBarrier<PIPE_V>();
+      Gather(turned, values, offsets_.Get<uint32_t>(), 0, kFlashRows * width);
+      in_values_.FreeTensor(values);
+      out_values_.EnQue(turned);
+      turned = out_values_.DeQue<float>();
+      DataCopy(slots_.values[turn % 2 * slots_.value_size + key], turned, rows);
+      out_values_.FreeTensor(turned);
+    }
   }
 
   // The scores of keys that the query does not see become very small.
@@ -179,7 +218,7 @@ private:
     in_products_.EnQue(products);
   }
   // total = total * old + products
-  __aicore__ inline void Gather(uint32_t turn) {
+  __aicore__ inline void Accumulate(uint32_t turn) {
     CrossCoreWaitFlag<2, PIPE_MTE2>(kProductsReady);
     if (mine_ > 0) LoadProducts(0, turn);
     LocalTensor<float> spread = spread_.Get<float>();
@@ -232,6 +271,7 @@ private:
     }
   }
 
+  static constexpr bool kTurns = sizeof(T) == 4;
   // Scores of hidden keys lie so far below the least maximum that their weight is 0.
   static constexpr float kHidden = -1.0e30f, kFloor = -1.0e20f;
   FlashAttentionTiling t_;
@@ -241,12 +281,12 @@ private:
   uint64_t row_ = 0;
   bool turn_begun_ = false;
   FlashSlots<T> slots_;
-  TQue<TPosition::VECIN, 2> in_scores_, in_products_;
+  TQue<TPosition::VECIN, 2> in_scores_, in_products_, in_values_;
   TQue<TPosition::VECOUT, 2> out_weights_;
-  TQue<TPosition::VECOUT, 1> out_, out_lse_;
-  Buffer total_, most_, sum_, old_[2], pairs_, spread_, here_, next_, ones_, places_, visible_, a_, b_, c_,
-      near_;
-  GlobalTensor<T> result_;
+  TQue<TPosition::VECOUT, 1> out_, out_lse_, out_values_;
+  Buffer total_, most_, sum_, old_[2], pairs_, spread_, here_, next_, ones_, places_, visible_, offsets_, a_,
+      b_, c_, near_;
+  GlobalTensor<T> v_, result_;
   GlobalTensor<float> lse_;
 };
 

@@ -71,16 +71,19 @@ private:
 
 // The workspace of a block.
 template <typename T> struct FlashSlots {
-  GlobalTensor<float> scores, products;
+  GlobalTensor<float> scores, products, values; // values: in float32 alone, turned (value_dim, tile_keys)
   GlobalTensor<T> weights;
-  uint32_t score_size, product_size;
+  uint32_t score_size, product_size, value_size;
   __aicore__ inline void Init(const FlashAttentionTiling &t, GM_ADDR work, uint32_t block) {
     score_size = t.tile_rows * t.tile_keys;
     product_size = t.tile_rows * t.value_dim;
+    value_size = t.value_dim * t.tile_keys;
     GM_ADDR base = work + uint64_t(block) * t.block_bytes;
     scores.SetGlobalBuffer((__gm__ float *)base, 2ull * score_size);
     weights.SetGlobalBuffer((__gm__ T *)(base + t.weights_at), 2ull * score_size);
     products.SetGlobalBuffer((__gm__ float *)(base + t.products_at), 2ull * product_size);
+    if constexpr (sizeof(T) == 4)
+      values.SetGlobalBuffer((__gm__ float *)(base + t.values_at), 2ull * value_size);
   }
 };
 

@@ -91,7 +91,6 @@ void atb_emulation_free(void *launch);
 
 // The name of a kernel; the emulation finds its entries.
 #define ATB_KERNEL(op) "atb_" #op
-#define ATB_KERNEL_16(op) "atb_" #op
 using Kernel = const char *;
 
 template <typename Tiling>
@@ -144,12 +143,6 @@ template <typename Function> struct KernelOf {
     "atb_" #op, aclrtlaunch_atb_##op##_half, aclrtlaunch_atb_##op##_bfloat16, aclrtlaunch_atb_##op##_float   \
   }
 #endif
-
-// A kernel without an entry for float.
-#define ATB_KERNEL_16(op)                                                                                    \
-  KernelOf<decltype(&aclrtlaunch_atb_##op##_half)> {                                                         \
-    "atb_" #op, aclrtlaunch_atb_##op##_half, aclrtlaunch_atb_##op##_bfloat16, nullptr                        \
-  }
 
 template <typename Function, typename Tiling, size_t... I>
 int CallLauncher(Function function, uint32_t blocks, void *stream, Tiling &tiling,

@@ -167,3 +167,15 @@ extern "C" __global__ __aicore__ void too_many_runs(GM_ADDR x, GM_ADDR y, uint32
   LocalTensor<float> a = p.in.AllocTensor<float>();
   DataCopyPad(a, p.x, DataCopyExtParams{4096, 4, 0, 0, 0}, DataCopyPadExtParams<float>{});
 }
+// The buffers leave 4 KiB of the unified buffer, Select needs 8.
+extern "C" __global__ __aicore__ void select_without_room(GM_ADDR x, GM_ADDR y, uint32_t n) {
+  Parts p(x, y, n, 1024);
+  TBuf<TPosition::VECCALC> rest;
+  p.pipe.InitBuffer(rest, (192 - 16 - 4) * 1024);
+  LocalTensor<float> a = p.Load(960), b = p.out.AllocTensor<float>();
+  CompareScalar(p.work.Get<uint8_t>(), a, 0.0f, CMPMODE::LT, 960);
+  PipeBarrier<PIPE_V>();
+  Select(b, p.work.Get<uint8_t>(), a, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, 960);
+  p.in.FreeTensor(a);
+  p.Store(b, 960);
+}

@@ -93,7 +93,7 @@ int64_t atb_flash_attention_workspace(const FlashAttentionTiling *tiling, int32_
 // Bytes of an on-chip memory: UB, L1, L0A, L0B, L0C in this order.
 int64_t atb_flash_attention_bytes(const FlashAttentionTiling *tiling, int32_t dtype, int32_t place) {
   const FlashAttentionTiling &t = *tiling;
-  const int64_t bytes[] = {FlashUb(t, dtype), FlashL1(t, dtype), FlashL0a(t, dtype), FlashL0b(t, dtype),
+  const int64_t bytes[] = {FlashUb(t, dtype), FlashL1(t, dtype), FlashL0a(t), FlashL0b(t, dtype),
                            FlashL0c(t)};
   return bytes[place];
 }

@@ -68,8 +68,9 @@ inline const char *TilePagedDecode(const AtbSoc &soc, int32_t dtype, int64_t bat
   t.left = left < 0 || left >= 0x7fffffffll ? -1 : static_cast<int32_t>(left);
   t.scale = scale;
   t.softcap = softcap;
-  for (t.tile = 64; t.tile > 8 && PagedDecodeBytes(t, dtype) > soc.ub;) t.tile -= 8;
-  if (PagedDecodeBytes(t, dtype) > soc.ub || PagedMergeBytes(t) > soc.ub)
+  const int64_t room = soc.ub - (softcap > 0.0f ? kAtbSelectBytes : 0);
+  for (t.tile = 64; t.tile > 8 && PagedDecodeBytes(t, dtype) > room;) t.tile -= 8;
+  if (PagedDecodeBytes(t, dtype) > room || PagedMergeBytes(t) > soc.ub)
     return "the query heads that share a head of keys do not fit the unified buffer";
   // Sequences are split where there are fewer than cores. A part has eight tiles or more, and as many keys
   // that what is written of it and read again is at most a thirty-second of them.

@@ -29,6 +29,8 @@ inline int64_t AtbMax(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
 constexpr int64_t kAtbMost = 0xffffffffll;
+// What Select takes of the unified buffer for itself, behind all buffers of the kernel.
+constexpr int64_t kAtbSelectBytes = 8192;
 
 // What every kernel asks of its dtype and of the bytes of a row; null where it can.
 inline const char *AtbCheckRows(const AtbSoc &soc, int32_t dtype, int64_t rows, int64_t width) {

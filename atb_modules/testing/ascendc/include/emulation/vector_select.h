@@ -57,6 +57,16 @@ inline void CompareScalar(const LocalTensor<U> &dst, const LocalTensor<T> &src, 
   emulation::CompareWith(dst, src, mode, count, "CompareScalar", [scalar](uint32_t) { return scalar; });
 }
 
+namespace emulation {
+// The vector cores of dav-2201 keep the mask of a selection behind the kernel's buffers.
+inline void RequireScratch() {
+  const Memory &memory = Self().memories[UB];
+  if (Self().launch.limits.split && memory.used + 8192 > memory.capacity)
+    Fail("Select needs 8192 bytes of UB that no buffer has; the buffers take " + std::to_string(memory.used) +
+         " of " + std::to_string(memory.capacity));
+}
+} // namespace emulation
+
 // src0 where the bit is 1, elsewhere the scalar (or src1).
 template <typename T, typename U>
 inline void Select(const LocalTensor<T> &dst, const LocalTensor<U> &mask, const LocalTensor<T> &src0,
@@ -64,6 +74,7 @@ inline void Select(const LocalTensor<T> &dst, const LocalTensor<U> &mask, const 
   ATB_NO_BF16(Select);
   emulation::Require(mode == SELMODE::VSEL_TENSOR_SCALAR_MODE,
                      "Select with a scalar takes VSEL_TENSOR_SCALAR_MODE");
+  emulation::RequireScratch();
   emulation::Self().Begin(emulation::V, "Select");
   emulation::ReadOperand(mask, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U)), "Select");
   emulation::ReadOperand(src0, count, "Select");
@@ -77,6 +88,7 @@ inline void Select(const LocalTensor<T> &dst, const LocalTensor<U> &mask, const 
   ATB_NO_BF16(Select);
   emulation::Require(mode == SELMODE::VSEL_TENSOR_TENSOR_MODE,
                      "Select of two tensors takes VSEL_TENSOR_TENSOR_MODE");
+  emulation::RequireScratch();
   emulation::Self().Begin(emulation::V, "Select");
   emulation::ReadOperand(mask, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U)), "Select");
   emulation::ReadOperand(src0, count, "Select");
