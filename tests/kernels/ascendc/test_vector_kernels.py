@@ -34,6 +34,13 @@ def randn(generator, *shape, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def assert_equal_but_for_ties(mine, truth):
+    """Where a value lies between two that its dtype has, the last bit of a float decides which one it becomes."""
+    error = (mine.double() - truth.double()).abs()
+    assert (error <= 2 * torch.finfo(mine.dtype).eps * truth.double().abs()).all()
+    assert int((error > 0).sum()) <= max(2, 1e-3 * error.numel())
+
+
 @all_dtypes
 @pytest.mark.parametrize(("offset", "cast_first"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_rms_norm(dtype, offset, cast_first):
@@ -43,9 +50,12 @@ def test_rms_norm(dtype, offset, cast_first):
         x, weight = randn(generator, rows, width, dtype=dtype), randn(generator, width, dtype=dtype)
         for w in (weight, None):
             y, rstd, _ = emulated.rms_norm(x, w, 1e-5, **options, trace=False)
-            wide = (x, w) if cast_first and dtype != torch.float32 else (x.double(), None if w is None else w.double())
-            golden, plain = rms_norm_reference(*wide, 1e-5, **options), rms_norm_reference(x, w, 1e-5, **options)
-            assert_parity(y, golden, plain, reduction=width, what=f"{rows} x {width}")
+            plain = rms_norm_reference(x, w, 1e-5, **options)
+            if cast_first and dtype != torch.float32:
+                assert_equal_but_for_ties(y, plain)
+            else:
+                golden = rms_norm_reference(x.double(), None if w is None else w.double(), 1e-5, **options)
+                assert_parity(y, golden, plain, reduction=width, what=f"{rows} x {width}")
             assert_parity(rstd, torch.rsqrt(x.double().pow(2).mean(-1) + 1e-5), reduction=width)
 
 

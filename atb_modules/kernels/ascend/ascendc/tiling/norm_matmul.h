@@ -32,6 +32,9 @@ inline int64_t NormMatmulWorkspace(const NormMatmulTiling &t, int32_t dtype) {
   return 2ll * t.blocks * t.tile_rows * t.step * AtbElement(dtype);
 }
 
+// Half of the smallest L2 of these SoCs: the slots of all blocks stay in it.
+constexpr int64_t kNormMatmulSlots = 48ll << 20;
+
 inline int64_t AtbCeil(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
@@ -81,6 +84,7 @@ inline const char *TileNormMatmul(const AtbSoc &soc, const AtbCube &cube, int32_
       t.column_groups = static_cast<uint32_t>(groups);
       t.row_groups = static_cast<uint32_t>(AtbMin(soc.cube_cores / groups, AtbCeil(rows, lines)));
       t.blocks = t.row_groups * t.column_groups;
+      if (NormMatmulWorkspace(t, dtype) > kNormMatmulSlots) continue;
       const int64_t cycles = NormMatmulCycles(t, dtype);
       if (least >= 0 && cycles >= least) continue;
       least = cycles;
