@@ -2,8 +2,8 @@
 
 A kernel takes the longer of its products at the chip's peak and its bytes at the memory's, and 10 us for its launch:
 labelled priors (``Soc``), to be calibrated on hardware. Bytes are those of device memory with every buffer of a kernel
-read or written once, as the emulation of the kernels counts them; what the L2 cache keeps between kernels is not
-counted.
+read or written once, as the emulation of the kernels counts them. What a kernel reads again for its next block of rows
+is expected in the L2 cache and counted once; what that cache keeps from one kernel to the next is not reckoned with.
 """
 
 from __future__ import annotations
