@@ -27,6 +27,11 @@ def pytest_ignore_collect(collection_path, config):
     return None if alone(config) else True
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of our own Ascend C kernels come last: once they are loaded, the whole process prefers them."""
+    items.sort(key=lambda item: "own_kernels" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def booted_npu():
     """torch_npu on stubs, believing in one Ascend 910B1."""

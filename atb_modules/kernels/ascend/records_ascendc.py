@@ -10,7 +10,8 @@ import torch
 from atb_modules.kernels.ascend import ops_ascendc as ops
 from atb_modules.kernels.ascend.availability import current_soc
 from atb_modules.kernels.ascend.records_attention import attention_cost
-from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, short
+from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype, short
+from atb_modules.kernels.ascend.socs import KIB
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import (
@@ -32,6 +33,12 @@ def _common(traits: Any, name: str, dtypes: tuple[torch.dtype, ...], on_310p: bo
     if reason:
         yield reason
     yield from chip_and_dtype(traits, name, dtypes, on_310p)
+
+
+def _apart(name: str) -> Iterator[str]:
+    soc = current_soc()
+    if soc is not None and soc.arch != "dav-2201":
+        yield f"{name} is written for cube and vector cores that stand apart (910B, 910_93), not for {soc.version}"
 
 
 def _norm(spec: None, traits: NormTraits) -> Iterator[str]:
@@ -77,6 +84,7 @@ def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
 
 def _attention(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
     yield from _common(traits, "our flash kernel", FLOATS)
+    yield from _apart("our flash kernel")
     if traits.requires_grad:
         yield "our flash kernel has no backward"
     if traits.mask != "none" or traits.has_sinks or traits.has_alibi or traits.has_overlays or traits.dropout:
@@ -91,7 +99,8 @@ def _attention(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
 
 
 def _norm_linear(spec: None, traits: LinearTraits) -> Iterator[str]:
-    yield from _common(traits, "our norm and product kernel", HALVES)
+    yield from _common(traits, "our norm and product kernel", FLOATS)
+    yield from _apart("our norm and product kernel")
     if traits.weight_dtype != traits.dtype:
         yield f"our norm and product kernel takes weights of {short(traits.dtype)}, not {short(traits.weight_dtype)}"
     if traits.requires_grad:
@@ -101,9 +110,9 @@ def _norm_linear(spec: None, traits: LinearTraits) -> Iterator[str]:
     if traits.in_features > 65535:
         yield f"our norm and product kernel takes rows of 65535 elements, the call has {traits.in_features}"
     soc = current_soc()
-    row = traits.in_features * traits.dtype.itemsize
-    if soc is not None and 4 * row + 40 * 1024 > soc.ub:
-        yield f"a row of {row} bytes does not fit the unified buffer of {soc.version} beside its norm"
+    row = 4 * traits.in_features * traits.dtype.itemsize + 4 * traits.in_features
+    if soc is not None and row + 24 * KIB > soc.ub:
+        yield f"a row and its norm take {row} bytes, too many for the unified buffer of {soc.version}"
 
 
 def _norm_cost(passes: float) -> Callable[[None, NormTraits], Cost]:

@@ -182,6 +182,8 @@ def _objection(rule: Rule, run: tuple[Step, ...], shape: LayerShape, soc: Soc) -
     change = layout_change(run)
     if change is not None:
         return f"a layout change from {change[0]} to {change[1]} lies between them on {soc.version}"
+    if rule.fusion is Fusion.NORM_MATMUL and soc.arch != "dav-2201":
+        return f"norm_matmul is written for cube and vector cores that stand apart, not for {soc.version}"
     between = workspace(rule, shape, soc)
     if between > L2_SHARE * soc.l2:
         return f"its workspace of {_size(between)} does not stay in an L2 cache of {_size(soc.l2)}"

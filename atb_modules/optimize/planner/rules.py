@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
 
 def workspace(rule: Rule, shape: LayerShape, soc: Soc) -> int:
     """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache."""
-    if rule.fusion is not Fusion.NORM_MATMUL or soc.ub_to_l1:
+    if rule.fusion is not Fusion.NORM_MATMUL:
         return 0
     rows = min(shape.tokens, 128)
     return 2 * rows * shape.hidden_size * shape.dtype.itemsize * min(soc.cube_cores, -(-shape.tokens // rows))

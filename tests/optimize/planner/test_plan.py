@@ -57,8 +57,12 @@ def test_a_change_of_layout_is_rejected():
 def test_a_workspace_that_leaves_the_cache_is_rejected():
     plan = plan_layer(dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192), "ascend910b4")
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
-    straight = plan_layer(dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192), "ascend950")
-    assert Fusion.NORM_MATMUL in straight.fusions  # from the unified buffer to L1, without a workspace
+
+
+def test_a_kernel_that_a_chip_has_not_is_rejected():
+    plan = plan_layer(LLAMA, "ascend950")
+    reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
+    assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend950PR_9599"}
 
 
 def test_overlapping_fusions_name_the_rival():

@@ -25,8 +25,8 @@ struct PagedKeys {
 void attend_range(const PagedKeys &s, int page_dtype, const float *q, int64_t b, int64_t h, int64_t begin,
                   int64_t end, float *partial);
 
-// The same over int8 pages by products of bytes; false where it cannot, and has done nothing: a processor without
-// AVX-512 VNNI, pages of fewer than 16 tokens, queries that are not finite.
+// The same over int8 pages by products of bytes; false where it cannot, and has done nothing: a processor
+// without AVX-512 VNNI, pages of fewer than 16 tokens, queries that are not finite.
 bool attend_codes(const PagedKeys &s, const float *q, int64_t b, int64_t h, int64_t begin, int64_t end,
                   float *partial);
 
