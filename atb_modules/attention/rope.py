@@ -176,7 +176,10 @@ class RotaryEmbedding(nn.Module):
         count = len(self.config.mrope_section or ())
         if not positions.dim() or positions.shape[0] != count:
             raise ValueError(f"position_ids has shape {tuple(positions.shape)}; allowed: ({count}, ...), one an axis")
-        return positions.movedim(0, -1)[..., torch.tensor(self.axis_of_frequency, device=positions.device)]
+        axes = torch.tensor(self.axis_of_frequency)
+        if positions.device.type != "cpu":
+            axes = upload(axes, positions.device)
+        return positions.movedim(0, -1).index_select(-1, axes)
 
     def extra_repr(self) -> str:
         scaling = self.config.scaling
