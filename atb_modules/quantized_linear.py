@@ -22,6 +22,9 @@ LONGEST_SUM = 2**17
 def quantize_weight(weight: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """int8 codes and float32 scales of a weight, by the largest magnitude: ``scale = max|w| / 127``.
 
+    Scales are rounded up to eight significant bits, which bfloat16 and (from 8e-6 on) float16 hold, so that a device
+    whose product takes scales in half precision computes with the same weight.
+
     Args:
         weight: (out_features, in_features), floating.
         group: input channels that share a scale, a divisor of in_features; None for one scale an output channel.
@@ -41,9 +44,14 @@ def quantize_weight(weight: Tensor, group: int | None = None) -> tuple[Tensor, T
     if group is not None and in_features % group:
         raise ValueError(f"group is {group}; allowed: a divisor of weight's {in_features} input channels")
     wide = weight.detach().float().reshape(out_features, -1, group or in_features)
-    scales = wide.abs().amax(-1, keepdim=True) / 127.0
+    scales = _short(wide.abs().amax(-1, keepdim=True) / 127.0)
     codes = torch.where(scales > 0, wide / scales, 0.0).round().clamp(-127, 127).to(torch.int8)
     return codes.view(out_features, in_features), scales.view(out_features) if group is None else scales.squeeze(-1)
+
+
+def _short(scales: Tensor) -> Tensor:
+    """float32 rounded up to the next number of bfloat16: the upper 16 bits."""
+    return ((scales.contiguous().view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def weight_only_linear(
@@ -52,7 +60,7 @@ def weight_only_linear(
     """``x (codes * scales)^T + bias``: the weight is int8 in memory, the product in x's dtype.
 
     Differentiable in x and bias; codes and scales are constants. On an NPU the scales are rounded to x's dtype, as
-    its operator takes them (in float16, scales below 6e-5 lose bits).
+    its operator takes them; those of ``quantize_weight`` are not changed by that.
 
     Args:
         x: (..., in_features), floating.

@@ -1,17 +1,14 @@
-"""Products with int8 weights on the emulated NPU: parity, what is launched, what is refused on which chip, prefetch."""
+"""Products with int8 weights on the emulated NPU: parity, what is launched, what is refused on which chip."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from atb_modules import quantized_linear as front
 from atb_modules.kernels.ascend.availability import assume_soc
 from atb_modules.kernels.registry import explain_call
 from atb_modules.quantized_linear import quantize_weight, quantized_linear, weight_only_linear
-from atb_modules.testing.npu import EmulatedNPU
 
 from .borrowed import borrow, on_npu, parity_tests
 from .helpers import DEVICE
@@ -75,30 +72,6 @@ def test_refused_with_the_documented_rule(op, soc, call, reason):
         with pytest.raises(ValueError, match=f"ascend: .*{reason}"):
             op(*arguments, strategy="ascend")
         assert explain_call(op, *arguments).chosen == "torch"
-
-
-@given(
-    soc=st.sampled_from(["ascend910b1", "ascend910_93", "ascend310p", "ascend950"]),
-    dtype=st.sampled_from([F, H, B]),
-    rows=st.sampled_from([0, 1, 3]),
-    inner=st.sampled_from([1, 32, 33, 96, 192]),
-    outer=st.sampled_from([1, 8, BIG]),
-    parts=st.sampled_from([None, 1, 2, 3, 6]),
-    bias=st.sampled_from([None, F, H, B]),
-)
-@settings(max_examples=60, deadline=None)
-def test_what_the_records_accept_the_operators_accept(soc, dtype, rows, inner, outer, parts, bias):
-    group = inner // parts if parts and inner % parts == 0 else None
-    with assume_soc(soc), EmulatedNPU(soc=soc):
-        x, codes, scales = made(rows, inner, outer, group, dtype)
-        shift = None if bias is None else torch.ones(outer, dtype=bias, device=DEVICE)
-        for op, given_scales in ((weight_only_linear, scales), (quantized_linear, torch.ones(outer, device=DEVICE))):
-            try:
-                out = op(x, codes, given_scales, shift, strategy="ascend")
-            except ValueError as refusal:
-                assert "cannot serve this" in str(refusal), refusal
-            else:
-                assert (out.cpu().float() - inner - (bias is not None)).abs().max() < 0.1 if rows else not out.numel()
 
 
 def test_the_codes_of_a_weight_on_the_npu_are_those_of_the_host():

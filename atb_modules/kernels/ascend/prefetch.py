@@ -1,0 +1,41 @@
+"""Weights into the NPU's second-level cache before they are needed, while another kernel computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atb_modules.checks import check_int, check_tensor
+from atb_modules.kernels.ascend.availability import current_soc
+from atb_modules.kernels.ascend.rules import is_310p
+
+
+def prefetch(tensor: Tensor, after: Tensor, max_bytes: int | None = None) -> None:
+    """Read ``tensor`` from device memory into the L2 cache, beside what follows; a hint, which changes no number.
+
+    ``npu_prefetch`` starts once ``after`` has been computed, on a stream of its own, so that a product finds its
+    weight in the cache. Worth it where the kernel between leaves memory idle and the weight fits the cache beside its
+    data. Does nothing for tensors of other devices, empty ones, and on chips without the operator (310P).
+
+    Args:
+        tensor: what will be read, say a weight; dense (contiguous, or a permutation of what is).
+        after: the tensor whose computation the prefetch waits for, on the same device.
+        max_bytes: bytes to read at most, from the beginning; None for all.
+
+    Raises:
+        ValueError, TypeError: where tensors are on two devices, tensor is strided or max_bytes is below 1.
+    """
+    check_tensor("tensor", tensor)
+    check_tensor("after", after)
+    check_int("max_bytes", max_bytes, optional=True)
+    if after.device != tensor.device:
+        raise ValueError(f"after is on {after.device}; tensor is on {tensor.device}, they must be equal")
+    if not torch._prims_common.is_non_overlapping_and_dense(tensor):
+        raise ValueError(
+            f"tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}; allowed: a dense one, whose bytes "
+            "lie side by side"
+        )
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type != "npu" or not size or current_soc() is None or is_310p():
+        return
+    torch.ops.npu.npu_prefetch(tensor, after, size if max_bytes is None else min(size, max_bytes))
