@@ -241,10 +241,11 @@ class LatentAttention(nn.Module):
             step.kv_lengths,
             step.cu_seqlens_q,
             self.spec,
+            value_dim=self.kv_lora_rank,
             strategy=self.strategy,
             trusted=True,
         )
-        heads = torch.einsum("thc,hvc->thv", out[..., : self.kv_lora_rank].to(wide), up_values)
+        heads = torch.einsum("thc,hvc->thv", out.to(wide), up_values)
         return self.o_proj(heads.flatten(-2).to(x.dtype))
 
     def _check_absorbable(self) -> None:

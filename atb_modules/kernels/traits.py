@@ -112,6 +112,7 @@ class PagedAttentionTraits:
     head_dim: int
     page_size: int
     max_blocks: int
+    latent_dim: int = 0  # the values are so many first channels of the keys, one tensor of pages; 0: two tensors
     has_sinks: bool = False
     has_alibi: bool = False
     need_lse: bool = False

@@ -9,6 +9,8 @@ from atb_modules.checks import check_int, check_tensor
 from atb_modules.kernels.ascend.availability import current_soc
 from atb_modules.kernels.ascend.rules import is_310p
 
+_NPU = torch.ops.npu
+
 
 def prefetch(tensor: Tensor, after: Tensor, max_bytes: int | None = None) -> None:
     """Read ``tensor`` from device memory into the L2 cache, beside what follows; a hint, which changes no number.
@@ -30,7 +32,7 @@ def prefetch(tensor: Tensor, after: Tensor, max_bytes: int | None = None) -> Non
     check_int("max_bytes", max_bytes, optional=True)
     if after.device != tensor.device:
         raise ValueError(f"after is on {after.device}; tensor is on {tensor.device}, they must be equal")
-    if not torch._prims_common.is_non_overlapping_and_dense(tensor):
+    if not _dense(tensor):
         raise ValueError(
             f"tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}; allowed: a dense one, whose bytes "
             "lie side by side"
@@ -38,4 +40,16 @@ def prefetch(tensor: Tensor, after: Tensor, max_bytes: int | None = None) -> Non
     size = tensor.numel() * tensor.element_size()
     if tensor.device.type != "npu" or not size or current_soc() is None or is_310p():
         return
-    torch.ops.npu.npu_prefetch(tensor, after, size if max_bytes is None else min(size, max_bytes))
+    _NPU.npu_prefetch(tensor, after, size if max_bytes is None else min(size, max_bytes))
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its elements fill their memory without gaps, in any order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
