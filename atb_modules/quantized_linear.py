@@ -127,13 +127,14 @@ def _check(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, groupe
     out_features, in_features = codes.shape
     per_group = grouped and scales.dim() == 2 and scales.shape[0] == out_features and scales.shape[1] > 0
     if tuple(scales.shape) != (out_features,) and not (per_group and in_features % scales.shape[1] == 0):
-        groups = f", or ({out_features}, groups) with groups a divisor of {in_features}" if grouped else ""
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; allowed: ({out_features},){groups}")
+        or_groups = f", or ({out_features}, groups) with groups a divisor of {in_features}" if grouped else ""
+        raise ValueError(f"scales has shape {tuple(scales.shape)}; allowed: ({out_features},){or_groups}")
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; allowed: ({out_features},)")
-    for name, tensor in (("codes", codes), ("scales", scales), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}; x is on {x.device}, they must be equal")
+    others: tuple[tuple[str, Tensor | None], ...] = (("codes", codes), ("scales", scales), ("bias", bias))
+    for name, other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name} is on {other.device}; x is on {x.device}, they must be equal")
     if torch.is_grad_enabled() and scales.requires_grad:
         raise ValueError("scales requires a gradient; allowed: constants (scales.detach())")
     groups = scales.shape[1] if scales.dim() == 2 else 1

@@ -136,6 +136,22 @@ def test_autocast_rounds_x_and_no_sum():
         torch.testing.assert_close(out, op(x.bfloat16(), codes, scales, bias), atol=0, rtol=0)
 
 
+def test_it_compiles_into_one_graph():
+    x, codes, scales, bias = drawn((4, 96), 6, 32, True, torch.float32)
+    for op, given in ((weight_only_linear, scales), (quantized_linear, scales[:, 0].contiguous())):
+        compiled = torch.compile(op, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, codes, given, bias), op(x, codes, given, bias, strategy="torch"))
+
+
+def test_forward_mode_and_vmap():
+    x, codes, scales, bias = drawn((4, 96), 6, 32, True, torch.float32)
+    call = lambda t: weight_only_linear(t, codes, scales, bias)  # noqa: E731
+    tangent = torch.randn(4, 96, generator=fresh_generator())
+    _, derivative = torch.func.jvp(call, (x,), (tangent,))
+    torch.testing.assert_close(derivative, weight_only_linear(tangent, codes, scales))
+    torch.testing.assert_close(torch.func.vmap(call)(x), call(x))
+
+
 def test_refusals():
     x, codes, scales = torch.randn(3, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
     grad = torch.randn(3, 8, requires_grad=True)

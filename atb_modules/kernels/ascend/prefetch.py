@@ -1,4 +1,4 @@
-"""Weights into the NPU's second-level cache before they are needed, while another kernel computes."""
+"""Weights into the NPU's second-level cache before they are needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _NPU = torch.ops.npu
 
 
 def prefetch(tensor: Tensor, after: Tensor, max_bytes: int | None = None) -> None:
-    """Read ``tensor`` from device memory into the L2 cache, beside what follows; a hint, which changes no number.
+    """Have ``tensor`` read from device memory into the L2 cache; a hint, which changes no number.
 
-    ``npu_prefetch`` starts once ``after`` has been computed, on a stream of its own, so that a product finds its
-    weight in the cache. Worth it where the kernel between leaves memory idle and the weight fits the cache beside its
-    data. Does nothing for tensors of other devices, empty ones, and on chips without the operator (310P).
+    ``npu_prefetch`` is queued on the current stream, behind the kernel that computes ``after``, and the host goes on at
+    once. Under a stream of its own that waits for ``after`` it reads while the next kernels of the main stream compute;
+    worth it where those leave memory idle and the weight fits the cache beside their data. Does nothing for tensors of
+    other devices, empty ones, and on chips without the operator (310P).
 
     Args:
         tensor: what will be read, say a weight; dense (contiguous, or a permutation of what is).
-        after: the tensor whose computation the prefetch waits for, on the same device.
+        after: the tensor whose computation comes first, on the same device.
         max_bytes: bytes to read at most, from the beginning; None for all.
 
     Raises:
