@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from atb_modules import KVCacheManager, LatentAttention
 from atb_modules.attention.functional import paged_attention
@@ -13,6 +15,7 @@ from atb_modules.kernels.ascend.availability import assume_soc
 from atb_modules.kernels.registry import explain_call, record_choices
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import fresh_generator
+from atb_modules.testing.npu import EmulatedNPU
 
 from .helpers import DEVICE, TOLERANCE
 
@@ -160,3 +163,29 @@ def test_accepted(npu, soc, dtype, heads):
         out, lse = paged_attention(*arguments, **options, strategy="ascend")
     assert out.shape == (2, heads, 512) and lse is None and (out.cpu() == 1).all()
     assert OPERATOR in npu.log.names
+
+
+@given(
+    soc=st.sampled_from(["ascend910b1", "ascend910_93", "ascend310p", "ascend950"]),
+    dtype=st.sampled_from([F, H, B]),
+    heads=st.sampled_from([1, 2, 3, 128, 256]),
+    kv_heads=st.sampled_from([1, 1, 1, 2]),
+    channels=st.sampled_from([576, 576, 576, 580, 640]),
+    page_size=st.sampled_from([128, 128, 16, 256]),
+    new=st.sampled_from([(1, 1), (0, 1), (2, 1)]),
+    more=st.sampled_from([{}, {}, {"return_lse": True}, {"spec": {"window": (3, None)}}, {"value_dim": 510}]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_the_record_accepts_the_operator_accepts(soc, dtype, heads, kv_heads, channels, page_size, new, more):
+    heads = max(heads, kv_heads) * (kv_heads if heads % kv_heads else 1)
+    with assume_soc(soc), EmulatedNPU(soc=soc):
+        arguments, options = call(dtype, None, heads, kv_heads, channels, page_size, **more)
+        q, pages, _, table, lengths, _, spec = arguments
+        starts = torch.tensor([0, new[0], sum(new)], dtype=torch.int32).to(DEVICE)
+        q = torch.cat([q, q])[: sum(new)]
+        try:
+            out, _ = paged_attention(q, pages, pages, table, lengths, starts, spec, **options, strategy="ascend")
+        except ValueError as refusal:
+            assert "cannot serve this" in str(refusal), refusal
+        else:
+            assert out.shape[-1] == 512 and (out.cpu() == 1).all()
