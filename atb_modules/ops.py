@@ -25,6 +25,7 @@ from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm
 from atb_modules.norm.modulated import modulated_norm
 from atb_modules.norm.modules import NormType
 from atb_modules.ops_checks import check_alike, check_mlp, check_norm, check_product
+from atb_modules.quantized_linear import quantize_weight, quantized_linear, weight_only_linear
 from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import parse_enum
 
@@ -49,12 +50,15 @@ __all__ = [
     "moe",
     "multimodal_attention",
     "paged_attention",
+    "quantize_weight",
+    "quantized_linear",
     "rms_norm",
     "rotary",
     "rotary_append",
     "silu_matmul",
     "softmax",
     "split_heads",
+    "weight_only_linear",
 ]
 
 K_LAYOUTS = ("bhsd", "bhds")

@@ -125,6 +125,8 @@ OP_FAMILIES: dict[str, type[StrEnum]] = {
     "fused_mlp_residual_norm": MLPStrategy,
     "linear": LinearStrategy,
     "norm_linear": LinearStrategy,
+    "weight_only_linear": LinearStrategy,
+    "quantized_linear": LinearStrategy,
     "rotary": RotaryStrategy,
     "cache_append": CacheStrategy,
     "rotary_append": CacheStrategy,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from atb_modules.attention.calls import (
     paged_traits,
 )
 from atb_modules.attention.tables import check_devices, check_rotated, check_tables
-from atb_modules.checks import check_bool, check_type
+from atb_modules.checks import check_bool, check_int, check_type
 from atb_modules.kernels.pages import Pages
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import overlaps_itself
@@ -111,6 +113,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
+    value_dim: int | None = None,
     strategy: str = "auto",
     trusted: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -124,24 +127,32 @@ def paged_attention(
         cu_seqlens_q: int32 (batch + 1,), where each row's queries begin.
         spec: causal (bottom-right) or not, window, scale, softcap.
         sinks, alibi_slopes: (num_heads,).
+        value_dim: how many of the values' first channels are wanted; None for all. With k_pages given as v_pages, too,
+            it is the size of the latent that a cache of latent attention holds beside its rotated keys.
         trusted: whether tables and lengths come from a cache's step and need no look at their values.
 
     Returns:
-        out (total, num_heads, head_dim); lse (num_heads, total) or None where it was not asked for.
+        out (total, num_heads, head_dim or value_dim); lse (num_heads, total) or None where it was not asked for.
     """
     traits = paged_traits(
         q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, sinks, alibi_slopes, return_lse
     )
+    channels = v_pages.shape[-1]
+    if value_dim is not None:
+        check_int("value_dim", value_dim, most=channels)
+        channels = value_dim
+        if k_pages is v_pages and isinstance(k_pages, Tensor):
+            traits = dataclasses.replace(traits, latent_dim=value_dim)
     if not trusted:
         if k_pages.device != q.device or v_pages.device != q.device:
             raise ValueError(f"k_pages are on {k_pages.device}, v_pages on {v_pages.device}; q is on {q.device}")
         check_tables(block_table, kv_lengths, cu_seqlens_q, spec, traits.total, k_pages.shape[0], traits.page_size)
     if traits.total == 0:
         lse = torch.empty(traits.num_heads, 0, device=q.device) if return_lse else None
-        return q.new_empty(0, traits.num_heads, v_pages.shape[-1]), lse
+        return q.new_empty(0, traits.num_heads, channels), lse
     kernel = resolve("paged_attention", spec, traits, strategy)
     with torch.no_grad():
-        return kernel.function(
+        out, lse = kernel.function(
             q.contiguous() if kernel.needs_contiguous else q,
             k_pages,
             v_pages,
@@ -153,6 +164,7 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
             need_lse=return_lse,
         )
+    return out[..., :channels], lse
 
 
 def cache_append(

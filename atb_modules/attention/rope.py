@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -157,9 +158,7 @@ class RotaryEmbedding(nn.Module):
             if length is None:
                 length = int(position_ids.max()) + 1 if position_ids.numel() else 1
             frequencies = self.frequencies(length)
-        inv_freq = torch.tensor(frequencies, dtype=torch.float32)
-        if position_ids.device.type != "cpu":
-            inv_freq = upload(inv_freq, position_ids.device)
+        inv_freq = _on_device(frequencies, torch.float32, position_ids.device)
         # Products, cosines and sines are not on autocast's lists: they stay float32.
         positions = position_ids.to(torch.float32)
         positions = self._by_frequency(positions) if axes else positions.unsqueeze(-1)
@@ -176,15 +175,19 @@ class RotaryEmbedding(nn.Module):
         count = len(self.config.mrope_section or ())
         if not positions.dim() or positions.shape[0] != count:
             raise ValueError(f"position_ids has shape {tuple(positions.shape)}; allowed: ({count}, ...), one an axis")
-        axes = torch.tensor(self.axis_of_frequency)
-        if positions.device.type != "cpu":
-            axes = upload(axes, positions.device)
-        return positions.movedim(0, -1).index_select(-1, axes)
+        return positions.movedim(0, -1)[..., _on_device(self.axis_of_frequency, torch.int64, positions.device)]
 
     def extra_repr(self) -> str:
         scaling = self.config.scaling
         text = f"rotary_dim={self.rotary_dim}, base={self.config.base:g}, layout={self.config.layout}"
         return text if scaling is None else f"{text}, scaling={scaling.kind}, factor={scaling.factor:g}"
+
+
+def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``values`` as a tensor; on an NPU without the host waiting for the copy."""
+    if device.type != "npu" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def rotary(

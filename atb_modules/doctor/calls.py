@@ -169,6 +169,16 @@ def _norm_linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     return (norm_linear(x, norm_weight, weight, bias, strategy=strategy),)
 
 
+def _weight_only_linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
+    x, weight, bias = inputs.normal(5, 128), inputs.normal(48, 128, scale=128**-0.5), inputs.normal(48)
+    return (ops.weight_only_linear(x, *ops.quantize_weight(weight), bias, strategy=strategy),)
+
+
+def _quantized_linear(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
+    x, weight, bias = inputs.normal(5, 128), inputs.normal(48, 128, scale=128**-0.5), inputs.normal(48)
+    return (ops.quantized_linear(x, *ops.quantize_weight(weight), bias, strategy=strategy),)
+
+
 def _rotary(inputs: Inputs, strategy: str) -> tuple[Tensor, ...]:
     x = inputs.normal(5, _HEADS, _HEAD_DIM)
     return (ops.rotary(x, *inputs.table(5, _HEAD_DIM // 2), strategy=strategy),)
@@ -257,6 +267,8 @@ SMALL_CALLS: dict[str, SmallCall] = {
         SmallCall("fused_mlp_residual_norm", _fused_mlp_residual_norm),
         SmallCall("linear", _linear),
         SmallCall("norm_linear", _norm_linear),
+        SmallCall("weight_only_linear", _weight_only_linear),
+        SmallCall("quantized_linear", _quantized_linear),
         SmallCall("rotary", _rotary),
         SmallCall("cache_append", _cache_append),
         SmallCall("rotary_append", _rotary_append),

@@ -112,6 +112,7 @@ class PagedAttentionTraits:
     head_dim: int
     page_size: int
     max_blocks: int
+    latent_dim: int = 0  # the values are so many first channels of the keys, one tensor of pages; 0: two tensors
     has_sinks: bool = False
     has_alibi: bool = False
     need_lse: bool = False
@@ -209,6 +210,33 @@ class LinearTraits:
 
 
 @dataclass(frozen=True)
+class QuantizedLinearTraits:
+    """x (rows, in_features) times int8 codes (out_features, in_features) transposed, with float32 scales."""
+
+    device_type: str
+    dtype: torch.dtype
+    rows: int
+    in_features: int
+    out_features: int
+    group: int = 0  # input channels that share a scale; 0: all channels of an output
+    has_bias: bool = False
+    requires_grad: bool = False
+    contiguous: bool = True
+
+    @property
+    def operations(self) -> float:
+        """Of the product."""
+        return 2.0 * self.rows * self.in_features * self.out_features
+
+    @property
+    def bytes(self) -> float:
+        """Of codes, scales, x and the output, each once."""
+        codes = 1.0 * self.in_features * self.out_features
+        scales = 4.0 * self.out_features * (self.in_features // self.group if self.group else 1)
+        return codes + scales + 1.0 * self.rows * (self.in_features + self.out_features) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class RotaryTraits:
     """tokens x heads vectors of head_dim channels, the first rotary_dim of them rotated."""
 
@@ -261,6 +289,7 @@ Traits = (
     | MoETraits
     | MLPChainTraits
     | LinearTraits
+    | QuantizedLinearTraits
     | RotaryTraits
     | CacheAppendTraits
     | DecodeTraits

@@ -16,6 +16,8 @@ from atb_modules import (
     TransformerLayer,
     use_strategy,
 )
+from atb_modules.ops import paged_attention
+from atb_modules.spec import AttentionSpec
 from atb_modules.testing import fresh_generator
 
 SIZES = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
@@ -132,6 +134,27 @@ def test_every_strategy_decodes_alike(attention, dtype):
     got = torch.cat([first, *rest], 1).double()
     step = torch.finfo(dtype).eps
     assert (got - expected).abs().max() <= 40 * step * expected.abs().max()
+
+
+@pytest.mark.parametrize("strategy", ["reference", "eager", "sdpa", "cpu"])
+def test_the_values_may_be_the_first_channels_of_the_keys(strategy):
+    generator = fresh_generator()
+    q, pages = torch.randn(3, 4, 24, generator=generator), torch.randn(5, 1, 8, 24, generator=generator)
+    table = torch.tensor([[3, 1], [4, -1]], dtype=torch.int32)
+    lengths, starts = torch.tensor([13, 6], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+    arguments = (q, pages, pages, table, lengths, starts, AttentionSpec(causal=True))
+    options = {"return_lse": strategy != "sdpa", "strategy": strategy}
+    whole, lse = paged_attention(*arguments, **options)
+    out, its_lse = paged_attention(*arguments, value_dim=20, **options)
+    assert torch.equal(out, whole[..., :20])
+    assert its_lse is lse is None if strategy == "sdpa" else torch.equal(its_lse, lse)
+    empty, _ = paged_attention(
+        q[:0], pages, pages, table, lengths, starts * 0, AttentionSpec(causal=True), value_dim=20
+    )
+    assert empty.shape == (0, 4, 20)
+    for wrong, error in ((0, ValueError), (25, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"value_dim is {wrong}"):
+            paged_attention(*arguments, value_dim=wrong)
 
 
 def test_gradients():

@@ -9,8 +9,10 @@ import torch
 
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.rope import rotary
+from atb_modules.kernels.ascend.prefetch import prefetch
 from atb_modules.mlp.functional import gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.quantized_linear import quantize_weight, quantized_linear, weight_only_linear
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing.npu import boot, dry_run
 
@@ -81,6 +83,20 @@ def turned(layout):
     rotary(made(5, 3, 128), angles, angles, layout=layout, strategy="ascend")
 
 
+def int8_product(op, group=None, grad=False, bias=False):
+    codes, scales = quantize_weight(torch.randn(24, 128), group)
+    x, shift = made(3, 128, grad=grad), made(24) if bias else None
+    out = op(x, codes.to("npu:0"), scales.to("npu:0"), shift, strategy="ascend")
+    return out.sum().backward() if grad else None
+
+
+def latent():
+    pages, table = made(4, 1, 128, 576), torch.tensor([[3, 1], [0, -1]], dtype=torch.int32).to("npu:0")
+    lengths, starts = torch.tensor([140, 9]).int().to("npu:0"), torch.tensor([0, 1, 2]).int().to("npu:0")
+    tables = (table, lengths, starts, CAUSAL)
+    paged_attention(made(2, 16, 576), pages, pages, *tables, value_dim=512, strategy="ascend")
+
+
 CASES = {
     "attention": lambda: dense(attention, CAUSAL),
     "attention of one query": lambda: dense(attention, CAUSAL, rows=1),
@@ -107,6 +123,12 @@ CASES = {
     "SwiGLU": lambda: gated("silu"),
     "SwiGLU, differentiated": lambda: gated("silu", True),
     "GeGLU": lambda: gated("gelu"),
+    "weight-only product": lambda: int8_product(weight_only_linear, bias=True),
+    "weight-only product in groups": lambda: int8_product(weight_only_linear, 64),
+    "weight-only product, differentiated": lambda: int8_product(weight_only_linear, grad=True),
+    "quantised product": lambda: int8_product(quantized_linear, bias=True),
+    "decode of latent attention": latent,
+    "prefetch": lambda: prefetch(made(64, 64), made(4)),
 }
 
 

@@ -47,10 +47,17 @@ FUSED = {
     "SwiGLU": [("aclnnSwiGlu",)],
     "SwiGLU, differentiated": [("aclnnSwiGlu",), ("aclnnSwiGluGrad",)],
     "GeGLU": [("aclnnGeGluV3",)],
+    "weight-only product": [("aclnnWeightQuantBatchMatmulV2",)],
+    "weight-only product in groups": [("aclnnWeightQuantBatchMatmulV2",)],
+    "weight-only product, differentiated": [("aclnnWeightQuantBatchMatmulV2",), ("aclnnMatmul", "aclop:MatMul")],
+    "quantised product": [("aclnnDynamicQuantV2",), ("aclnnQuantMatmulV5",)],
+    "decode of latent attention": [("atb:PagedAttention",)],
+    "prefetch": [("aclrtCmoAsync",)],
 }
 #: What 310P has no operator for; everything else runs there.
 REFUSED_ON_310P = {name for name in CASES if name.startswith(("attention", "decode", "prefill", "SwiGLU"))}
 REFUSED_ON_310P |= {"cache append", "rotary append", "rotary interleaved"}
+REFUSED_ON_310P |= {"weight-only product in groups", "quantised product"}
 
 
 @pytest.fixture(scope="module")
@@ -75,5 +82,8 @@ def test_the_host_code_takes_what_the_records_accept(outcomes, soc, name):
         assert "Ascend310P3" in outcome["refused"]
         return
     assert "refused" not in outcome, outcome
+    if soc == "ascend310p" and name == "prefetch":  # a hint: it is left out there
+        assert "aclrtCmoAsync" not in outcome["launches"]
+        return
     for names in FUSED[name]:
         assert set(names) & set(outcome["launches"]), outcome["launches"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atb_modules.kernels.ascend.derived import derived
 from atb_modules.kernels.ascend.ops_attention import attention_ascend
+from atb_modules.kernels.ascend.ops_latent import LATENT, ROPE, latent_decode
 from atb_modules.kernels.ascend.ops_rows import rotary_ascend
 from atb_modules.kernels.ascend.structure import UNLIMITED, triangle
 from atb_modules.kernels.host_values import host_values, upload
@@ -35,11 +36,17 @@ def paged_attention_ascend(
 ) -> tuple[Tensor, Tensor | None]:
     """One token a row in one call of npu_fused_infer_attention_score_v2; several over pages of 128 tokens, too.
 
-    Longer queries over other page sizes, which that operator does not take, are gathered a row at a time.
+    Longer queries over other page sizes, which that operator does not take, are gathered a row at a time. Latent
+    attention, whose pages are keys and values at once, has an operator for one token a row.
     """
     assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     starts, lengths = host_values(cu_seqlens_q), host_values(kv_lengths)
     queries = [b - a for a, b in itertools.pairwise(starts)]
+    if q.shape[-1] == LATENT + ROPE:
+        if max(queries) == 1 and k_pages.is_contiguous():
+            scale = spec.scale_for(q.shape[-1])
+            return latent_decode(q, k_pages, block_table, kv_lengths, queries, lengths, scale), None
+        return _gathered(q, k_pages, v_pages, block_table, starts, lengths, spec, need_lse)
     if all(count == 1 for count in queries):
         return _decode(q, k_pages, v_pages, block_table, kv_lengths, lengths, spec, need_lse)
     if max(queries) == 1:

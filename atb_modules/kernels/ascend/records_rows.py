@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from atb_modules.kernels.ascend import ops_paged, ops_rows
+from atb_modules.kernels.ascend.ops_latent import latent_reasons
 from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, is_310p, short
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
@@ -99,9 +100,13 @@ def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
 
 def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
     operator = "npu_fused_infer_attention_score_v2"
-    yield from chip_and_dtype(traits, operator, HALVES, on_310p=False)
-    if traits.page_dtype != traits.dtype:
-        yield f"{operator} takes pages of the queries' {short(traits.dtype)}, these are {short(traits.page_dtype)}"
+    if traits.latent_dim and traits.head_dim > 512:
+        operator = "atb::_npu_paged_attention_mla"
+        yield from latent_reasons(traits)
+        if spec.window is not None:
+            yield f"{operator} knows no window"
+    else:
+        yield from _fused_paged(operator, traits)
     if spec.softcap is not None:
         yield f"{operator} has no softcap"
     if traits.has_sinks:
@@ -110,6 +115,12 @@ def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
         yield f"{operator} takes no slopes"
     if spec.has_overlays:
         yield f"{operator} knows causality and windows alone"
+
+
+def _fused_paged(operator: str, traits: PagedAttentionTraits) -> Iterator[str]:
+    yield from chip_and_dtype(traits, operator, HALVES, on_310p=False)
+    if traits.page_dtype != traits.dtype:
+        yield f"{operator} takes pages of the queries' {short(traits.dtype)}, these are {short(traits.page_dtype)}"
     if traits.head_dim > 512 or traits.head_dim % 16:
         yield f"{operator} takes head sizes up to 512 in steps of 16, the call has {traits.head_dim}"
     if traits.num_heads // traits.num_kv_heads > 64:
@@ -124,8 +135,15 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
     kv_len = 1.0 * traits.max_blocks * traits.page_size
     if spec.left is not None and traits.total == traits.batch:
         kv_len = min(kv_len, spec.left + 1.0)
-    moved = 2.0 * traits.batch * traits.num_kv_heads * kv_len * traits.head_dim * traits.dtype.itemsize
-    gathers = traits.total > traits.batch and traits.page_size % 128 != 0
+    moved = (
+        (1.0 if traits.latent_dim else 2.0)
+        * traits.batch
+        * traits.num_kv_heads
+        * kv_len
+        * traits.head_dim
+        * traits.dtype.itemsize
+    )
+    gathers = traits.total > traits.batch and (traits.page_size % 128 != 0 or traits.head_dim > 512)
     return Cost(
         operations=4.0 * traits.total * traits.num_heads * kv_len * traits.head_dim,
         bytes=moved * (3.0 if gathers else 1.0),

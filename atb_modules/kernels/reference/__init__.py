@@ -8,5 +8,6 @@ from atb_modules.kernels.reference import (  # noqa: F401  (registration)
     moe,
     norm,
     norm_linear,
+    quantized_linear,
     rotary,
 )

@@ -11,5 +11,6 @@ from atb_modules.kernels.torch import (  # noqa: F401  (registration)
     norm,
     norm_linear,
     paged,
+    quantized_linear,
     rotary,
 )
