@@ -168,6 +168,11 @@ def test_random_numbers_leave_the_hosts_generator_alone(npu):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_generator_of_the_host_is_refused_as_torch_npu_does(npu):
+    with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator but found 'cpu'"):
+        torch.multinomial(torch.ones(2, 3, device=DEVICE), 1, generator=torch.Generator())
+
+
 def test_fresh_memory_is_poisoned(npu):
     for fresh in (torch.empty(3, device=DEVICE), torch.ones(2, device=DEVICE).new_empty(4)):
         assert fresh.isnan().all()

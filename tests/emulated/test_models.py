@@ -128,3 +128,25 @@ def test_a_llama_generates_the_same_tokens(npu):
     same = [torch.equal(a.cpu(), b) for a, b in zip(mine, truth, strict=True)]
     assert sum(same) >= 2, (mine, truth)  # a near tie may fall the other way in bfloat16
     assert_fused(npu, "npu::npu_fused_infer_attention_score_v2", "atb::_npu_reshape_and_cache", "npu::npu_rotary_mul")
+
+
+def test_a_seed_draws_the_same_tokens_as_on_the_cpu(npu):
+    model = llama("inference")
+    twin = copy.deepcopy(model).to("npu:0")
+    ids = torch.randint(0, 53, (2, 7), generator=fresh_generator())
+    choices = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    truth = model.generate(ids, 5, **choices, seed=4)
+    assert torch.equal(twin.generate(ids.to("npu:0"), 5, **choices, seed=4).cpu(), truth)
+    generator = torch.Generator("npu:0").manual_seed(4)
+    assert twin.generate(ids.to("npu:0"), 5, **choices, generator=generator).shape == truth.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_generated_token_waits_for_the_device_once(npu, dtype):
+    """For the token itself; float32, whose pages no fused operator reads, goes by plain PyTorch without more waits."""
+    model = llama("inference").to(dtype).to("npu:0")
+    calls = []
+    model.generate([[5, 6, 7], [8]], max_new_tokens=5, on_token=lambda row, token: calls.append(len(npu.log.calls)))
+    steps = sorted(set(calls))
+    waits = [sum(call.host_sync for call in npu.log.calls[a:b]) for a, b in zip(steps, steps[1:], strict=False)]
+    assert waits == [1] * 4
