@@ -52,13 +52,13 @@ class FusedLayer(nn.Module):
 
     def _normed(self, norm: nn.Module, part: nn.Module, x: Tensor) -> Tensor:
         """``norm(x)``, or x where the first product of ``part`` normalises it."""
-        return x if _takes_norm(part, norm) else norm(x)
+        return x if Fusion.NORM_MATMUL in self.fusions and _takes_norm(part, norm) else norm(x)
 
     def _add_norm(
         self, norm: nn.Module, branch: Tensor, x: Tensor, part: nn.Module | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """``(norm(branch + x), branch + x)``; the sum twice where the first product of ``part`` normalises it."""
-        if part is not None and _takes_norm(part, norm):
+        if part is not None and Fusion.NORM_MATMUL in self.fusions and _takes_norm(part, norm):
             x = branch + x
             return x, x
         if Fusion.ADD_NORM in self.fusions:

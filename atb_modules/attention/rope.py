@@ -22,6 +22,7 @@ from atb_modules.checks import (
     is_floating,
     numbers,
 )
+from atb_modules.kernels.host_values import upload
 from atb_modules.kernels.registry import resolve
 from atb_modules.kernels.traits import RotaryTraits, count
 from atb_modules.strategies import RotaryStrategy, parse_enum
@@ -156,7 +157,9 @@ class RotaryEmbedding(nn.Module):
             if length is None:
                 length = int(position_ids.max()) + 1 if position_ids.numel() else 1
             frequencies = self.frequencies(length)
-        inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=position_ids.device)
+        inv_freq = torch.tensor(frequencies, dtype=torch.float32)
+        if position_ids.device.type != "cpu":
+            inv_freq = upload(inv_freq, position_ids.device)
         # Products, cosines and sines are not on autocast's lists: they stay float32.
         positions = position_ids.to(torch.float32)
         positions = self._by_frequency(positions) if axes else positions.unsqueeze(-1)
@@ -173,7 +176,10 @@ class RotaryEmbedding(nn.Module):
         count = len(self.config.mrope_section or ())
         if not positions.dim() or positions.shape[0] != count:
             raise ValueError(f"position_ids has shape {tuple(positions.shape)}; allowed: ({count}, ...), one an axis")
-        return positions.movedim(0, -1)[..., torch.tensor(self.axis_of_frequency, device=positions.device)]
+        axes = torch.tensor(self.axis_of_frequency)
+        if positions.device.type != "cpu":
+            axes = upload(axes, positions.device)
+        return positions.movedim(0, -1).index_select(-1, axes)
 
     def extra_repr(self) -> str:
         scaling = self.config.scaling

@@ -1,7 +1,7 @@
 """Numbers of small integer tensors on the host, read once: lengths and boundaries that operators want as a list.
 
 A cache knows the lengths it writes to the device and says so with ``remember``; then nobody waits for the device. What
-nobody said is read from the device once, and kept for as long as the tensor lives and is not written to.
+nobody said is read from the device once, and kept for as long as the tensor lives and is known not to be written to.
 """
 
 from __future__ import annotations
@@ -13,18 +13,32 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_FROZEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _version(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count, and what is known of them is trusted."""
-    return -1 if tensor.is_inference() else tensor._version
+def freeze(*tensors: Tensor) -> None:
+    """Promise that nobody writes to ``tensors`` again, as long as they live.
+
+    What is made of a tensor can be kept while it is unchanged. Tensors count their writes, but for those that were made
+    in inference mode: of these, only what was promised is kept.
+    """
+    for tensor in tensors:
+        _FROZEN[tensor] = True
+
+
+def write_count(tensor: Tensor) -> int | None:
+    """Equal as long as ``tensor`` is unchanged; None where nobody can tell."""
+    if not tensor.is_inference():
+        return int(tensor._version)
+    return -1 if tensor in _FROZEN else None
 
 
 def remember(tensor: Tensor, values: Sequence[int]) -> Tensor:
-    """Say what ``tensor``, one axis of integers, holds; returns it."""
+    """Say what ``tensor``, one axis of integers, holds and will hold (see ``freeze``); returns it."""
     if tuple(tensor.shape) != (len(values),):
         raise ValueError(f"values has {len(values)} numbers; tensor has shape {tuple(tensor.shape)}")
-    _KNOWN[tensor] = (_version(tensor), tuple(int(value) for value in values))
+    freeze(tensor)
+    _KNOWN[tensor] = (write_count(tensor), tuple(int(value) for value in values))
     return tensor
 
 
@@ -37,9 +51,10 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 def host_values(tensor: Tensor) -> tuple[int, ...]:
     """What ``tensor`` holds. Waits for the device where nobody has said it and it was not read before."""
-    known = _KNOWN.get(tensor)
-    if known is not None and known[0] == _version(tensor):
+    known, count = _KNOWN.get(tensor), write_count(tensor)
+    if known is not None and known[0] == count:
         return known[1]
     values = tuple(int(value) for value in tensor.tolist())
-    _KNOWN[tensor] = (_version(tensor), values)
+    if count is not None:
+        _KNOWN[tensor] = (count, values)
     return values

@@ -5,6 +5,8 @@ Letters in shapes: B rows of the batch, L tokens a row, T packed tokens of all r
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from atb_modules.attention.masking import pack_padded, unpack_padded
 from atb_modules.checks import check_bool, check_device, check_parameter_dtype, check_type
 from atb_modules.inference.fitting import check_cache
 from atb_modules.inference.generation import generate
+from atb_modules.kernels.host_values import freeze
 from atb_modules.layer import LayerMode, TransformerLayer
 from atb_modules.linear import Linear
 from atb_modules.mlp import MLPConfig
@@ -332,6 +335,8 @@ class DecoderModel(nn.Module):
         positions = step.positions if position_ids is None else position_ids
         axes = positions.dim() == 2
         tables = self.rotary_tables(positions, step.max_kv_length, axes)
+        if positions.device.type != "cpu":
+            freeze(*itertools.chain.from_iterable(tables.values()))
         options = {"position_ids": None if axes else positions, "cache": cache, "cache_step": step}
         for index, (layer, rotary) in enumerate(zip(self.layers, self.config.rotary, strict=True)):
             x = layer(x, rotary_tables=tables[rotary], **options)

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from atb_modules.attention.cache.manager import KVCacheManager
+from atb_modules.attention.rope import RotaryConfig
 from atb_modules.kernels.reference.attention import paged_attention_reference
 from atb_modules.kernels.registry import record_choices
+from atb_modules.models.config import ModelConfig
+from atb_modules.models.decoder import DecoderModel
 from atb_modules.ops import cache_append, paged_attention, rotary_append
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, plain_paged_attention, summation_orders
@@ -133,3 +136,20 @@ def test_a_decode_step_waits_for_nothing(npu):
         assert {op for op, _ in choices} == {"cache_append", "paged_attention"}
         assert {strategy for _, strategy in choices} <= {"ascend", "ascend_c"}
         assert out.isfinite().all()
+
+
+def test_a_generated_token_waits_once(npu):
+    """A whole model's decode step makes the host wait for the sampled token alone."""
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    rotary = (RotaryConfig(), RotaryConfig(base=50.0))
+    config = ModelConfig(
+        "llama", vocab_size=53, num_layers=2, windows=(None, 5), rotary=rotary, max_positions=99, **sizes
+    )
+    model = DecoderModel(config, mode="inference").bfloat16().to("npu:0")
+    ids = torch.randint(0, 53, (2, 9)).to("npu:0")
+    waits = []
+    for count in (3, 13):
+        npu.log.clear()
+        model.generate(ids, max_new_tokens=count)
+        waits.append(len(npu.log.host_syncs))
+    assert waits[1] - waits[0] == 10

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atb_modules.kernels.host_values import remember, upload
+from atb_modules.kernels.host_values import freeze, remember, upload
 
 from .book import PageBook
 
@@ -118,7 +118,10 @@ class StepBuilder:
             )
             slots, tables = rest[: len(slots)], rest[len(slots) :]
             starts = [0, *itertools.accumulate(lengths)]
-            remember(cu_seqlens, starts), remember(kv_lengths, total)  # kernels that want lists need not wait for them
+            # kernels that want lists need not wait for them, and what is made for the first layer serves all
+            remember(cu_seqlens, starts)
+            remember(kv_lengths, total)
+            freeze(*slots, *tables)
         return CacheStep(
             query_lengths=lengths,
             past_lengths=past,

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from atb_modules.kernels.host_values import write_count
+
 T = TypeVar("T")
 
 _DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -27,12 +29,12 @@ def _passing(tensor: Tensor) -> bool:
 
 def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
     """``make()``, or what it returned for the same ``source``, unchanged since, and the same ``what``."""
-    if _passing(source):
+    count = None if _passing(source) else write_count(source)
+    if count is None:
         return make()
-    version = -1 if source.is_inference() else source._version
     table = _DERIVED.get(source)
-    if table is None or table[0] != version:
-        table = (version, {})
+    if table is None or table[0] != count:
+        table = (count, {})
         _DERIVED[source] = table
     kept = table[1]
     if what not in kept:

@@ -106,7 +106,8 @@ def _decode(
         firsts = [max(0, length - 1 - left) // size for length in lengths]
         seen = [length - first * size for length, first in zip(lengths, firsts, strict=True)]
         width = -(-max(seen) // size)
-        table = derived(kv_lengths, ("window table", left, size, id(table)), lambda: _moved(table, firsts, width))
+        of_lengths = ("window blocks", left, size, host_values(kv_lengths))
+        table = derived(table, of_lengths, lambda: _moved(table, firsts, width))
         mask = derived(kv_lengths, ("window mask", left, size), lambda: _before(q.device, seen, left, width * size))
     out, lse = _fused(
         q.unsqueeze(2).contiguous(),
