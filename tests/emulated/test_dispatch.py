@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import nn
 
 from atb_modules.testing import fresh_generator
@@ -305,3 +306,12 @@ def test_somebodys_own_operator_runs_its_kernel_for_the_device(npu):
     assert torch.ops.atb_modules_test.doubled(x).cpu().tolist() == [2.0, 2.0, 2.0]
     assert npu.log.names[:2] == ["aten::add.Tensor", "atb_modules_test::doubled"]
     assert npu.log.calls[1].host_sync is False
+
+
+def test_fake_tensors_go_past_it_to_meta_kernels(npu):
+    with FakeTensorMode():
+        x = torch.randn(3, 8, device=DEVICE)
+        normed, rstd = torch.ops.npu.npu_rms_norm(x + 1, x[0])
+    assert normed.shape == (3, 8) and rstd.shape == (3, 1) and normed.device == x.device
+    assert "FakeTensor" in repr(normed)
+    assert not npu.log.calls

@@ -6,6 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from atb_modules import MultiModalAttention, TransformerLayer
 from atb_modules.attention.rope import RotaryConfig
@@ -150,3 +153,39 @@ def test_a_generated_token_waits_for_the_device_once(npu, dtype):
     steps = sorted(set(calls))
     waits = [sum(call.host_sync for call in npu.log.calls[a:b]) for a, b in zip(steps, steps[1:], strict=False)]
     assert waits == [1] * 4
+
+
+def test_a_layer_is_traced_under_fake_tensor(npu):
+    """Before and after it computed: masks and weights that are kept from a call are not mixed with fake tensors."""
+    layer = TransformerLayer(hidden_size=64, num_heads=4, num_kv_heads=2, mlp_type="swiglu").to("npu:0")
+    x = torch.randn(2, 9, 64).to("npu:0")
+    for computed in (False, True):
+        if computed:
+            layer(x)
+        with FakeTensorMode() as mode:
+            parameters = {name: mode.from_tensor(parameter) for name, parameter in layer.named_parameters()}
+            out = functional_call(layer, parameters, (mode.from_tensor(x),))
+            out.sum().backward()
+        assert out.shape == x.shape and out.device == x.device
+
+
+def check_checkpointed(use_reentrant):
+    layer = TransformerLayer(hidden_size=64, num_heads=4, num_kv_heads=2, mlp_type="swiglu")
+    twin = copy.deepcopy(layer).to("npu:0")
+    x = torch.randn(2, 9, 64, generator=fresh_generator())
+    ours, truth = x.to("npu:0").requires_grad_(), x.clone().requires_grad_()
+    checkpoint(twin, ours, use_reentrant=use_reentrant).square().sum().backward()
+    layer(truth).square().sum().backward()
+    compare(ours.grad, truth.grad, 2e-4)
+    for name, gradient in gradients(layer).items():
+        compare(gradients(twin)[name], gradient, 2e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_layer_has_the_same_gradients(npu, use_reentrant):
+    check_checkpointed(use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_layer_on_our_own_kernels(npu, own_kernels, use_reentrant):
+    check_checkpointed(use_reentrant)
