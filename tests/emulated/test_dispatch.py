@@ -7,8 +7,8 @@ import io
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atb_modules.testing import fresh_generator
 from atb_modules.testing.npu import EmulatedNPU, HostSyncError, NoReferenceError, OperatorError, dry_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_a_generated_token_waits_for_the_device_once(npu, dtype):
     calls = []
     model.generate([[5, 6, 7], [8]], max_new_tokens=5, on_token=lambda row, token: calls.append(len(npu.log.calls)))
     steps = sorted(set(calls))
-    waits = [sum(call.host_sync for call in npu.log.calls[a:b]) for a, b in zip(steps, steps[1:], strict=False)]
+    waits = [sum(call.host_sync for call in npu.log.calls[a:b]) for a, b in itertools.pairwise(steps)]
     assert waits == [1] * 4
 
 
