@@ -19,7 +19,8 @@ class Sampler:
         top_k: draw from this many likeliest tokens.
         top_p: draw from the smallest set of likeliest tokens whose probabilities add up to at least this
             (nucleus sampling, Holtzman et al., 2020), after temperature and top_k.
-        generator, seed: where randomness comes from; give at most one.
+        generator, seed: where randomness comes from; give at most one. Tokens are drawn on the generator's device, and
+            with a seed on the host, so that a seed gives the same tokens wherever the model runs.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Sampler:
         if self.temperature == 0.0:
             return logits.argmax(dim=-1).tolist()
         probabilities = self.probabilities(logits)
+        if self.generator is not None:
+            probabilities = probabilities.to(self.generator.device)
         return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1).tolist()
 
     def probabilities(self, logits: Tensor) -> Tensor:

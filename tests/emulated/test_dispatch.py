@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atb_modules.testing import fresh_generator
 from atb_modules.testing.npu import EmulatedNPU, HostSyncError, NoReferenceError, OperatorError, dry_run
@@ -168,6 +169,11 @@ def test_random_numbers_leave_the_hosts_generator_alone(npu):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_a_generator_of_the_host_is_refused_as_torch_npu_does(npu):
+    with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator but found 'cpu'"):
+        torch.multinomial(torch.ones(2, 3, device=DEVICE), 1, generator=torch.Generator())
+
+
 def test_fresh_memory_is_poisoned(npu):
     for fresh in (torch.empty(3, device=DEVICE), torch.ones(2, device=DEVICE).new_empty(4)):
         assert fresh.isnan().all()
@@ -300,3 +306,12 @@ def test_somebodys_own_operator_runs_its_kernel_for_the_device(npu):
     assert torch.ops.atb_modules_test.doubled(x).cpu().tolist() == [2.0, 2.0, 2.0]
     assert npu.log.names[:2] == ["aten::add.Tensor", "atb_modules_test::doubled"]
     assert npu.log.calls[1].host_sync is False
+
+
+def test_fake_tensors_go_past_it_to_meta_kernels(npu):
+    with FakeTensorMode():
+        x = torch.randn(3, 8, device=DEVICE)
+        normed, rstd = torch.ops.npu.npu_rms_norm(x + 1, x[0])
+    assert normed.shape == (3, 8) and rstd.shape == (3, 1) and normed.device == x.device
+    assert "FakeTensor" in repr(normed)
+    assert not npu.log.calls

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from atb_modules import MultiModalAttention, TransformerLayer
 from atb_modules.attention.rope import RotaryConfig
@@ -128,3 +132,61 @@ def test_a_llama_generates_the_same_tokens(npu):
     same = [torch.equal(a.cpu(), b) for a, b in zip(mine, truth, strict=True)]
     assert sum(same) >= 2, (mine, truth)  # a near tie may fall the other way in bfloat16
     assert_fused(npu, "npu::npu_fused_infer_attention_score_v2", "atb::_npu_reshape_and_cache", "npu::npu_rotary_mul")
+
+
+def test_a_seed_draws_the_same_tokens_as_on_the_cpu(npu):
+    model = llama("inference")
+    twin = copy.deepcopy(model).to("npu:0")
+    ids = torch.randint(0, 53, (2, 7), generator=fresh_generator())
+    choices = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    truth = model.generate(ids, 5, **choices, seed=4)
+    assert torch.equal(twin.generate(ids.to("npu:0"), 5, **choices, seed=4).cpu(), truth)
+    generator = torch.Generator("npu:0").manual_seed(4)
+    assert twin.generate(ids.to("npu:0"), 5, **choices, generator=generator).shape == truth.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_generated_token_waits_for_the_device_once(npu, dtype):
+    """For the token itself; float32, whose pages no fused operator reads, goes by plain PyTorch without more waits."""
+    model = llama("inference").to(dtype).to("npu:0")
+    calls = []
+    model.generate([[5, 6, 7], [8]], max_new_tokens=5, on_token=lambda row, token: calls.append(len(npu.log.calls)))
+    steps = sorted(set(calls))
+    waits = [sum(call.host_sync for call in npu.log.calls[a:b]) for a, b in itertools.pairwise(steps)]
+    assert waits == [1] * 4
+
+
+def test_a_layer_is_traced_under_fake_tensor(npu):
+    """Before and after it computed: masks and weights that are kept from a call are not mixed with fake tensors."""
+    layer = TransformerLayer(hidden_size=64, num_heads=4, num_kv_heads=2, mlp_type="swiglu").to("npu:0")
+    x = torch.randn(2, 9, 64).to("npu:0")
+    for computed in (False, True):
+        if computed:
+            layer(x)
+        with FakeTensorMode() as mode:
+            parameters = {name: mode.from_tensor(parameter) for name, parameter in layer.named_parameters()}
+            out = functional_call(layer, parameters, (mode.from_tensor(x),))
+            out.sum().backward()
+        assert out.shape == x.shape and out.device == x.device
+
+
+def check_checkpointed(use_reentrant):
+    layer = TransformerLayer(hidden_size=64, num_heads=4, num_kv_heads=2, mlp_type="swiglu")
+    twin = copy.deepcopy(layer).to("npu:0")
+    x = torch.randn(2, 9, 64, generator=fresh_generator())
+    ours, truth = x.to("npu:0").requires_grad_(), x.clone().requires_grad_()
+    checkpoint(twin, ours, use_reentrant=use_reentrant).square().sum().backward()
+    layer(truth).square().sum().backward()
+    compare(ours.grad, truth.grad, 2e-4)
+    for name, gradient in gradients(layer).items():
+        compare(gradients(twin)[name], gradient, 2e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_layer_has_the_same_gradients(npu, use_reentrant):
+    check_checkpointed(use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_layer_on_our_own_kernels(npu, own_kernels, use_reentrant):
+    check_checkpointed(use_reentrant)

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _CONSTANTS: dict[Hashable, Tensor] = {}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def _passing(tensor: Tensor) -> bool:
@@ -44,8 +45,10 @@ def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
 
 
 def constant(what: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """``make()``, a tensor on ``device`` that never changes, made once a device."""
+    """``make()``, a tensor on ``device`` that never changes, made once a device; anew where tensors are fake."""
     key = (what, device)
+    if not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None:
+        return make()
     if key in _CONSTANTS:
         return _CONSTANTS[key]
     with torch.inference_mode(False), torch.no_grad():

@@ -129,7 +129,7 @@ def _side_by_side(gate: Tensor, up: Tensor) -> Tensor:
     """[gate | up] along the last axis; halves of one product are taken as they lie, where nothing is recorded."""
     width = gate.shape[-1]
     adjacent = (
-        gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+        gate.untyped_storage()._cdata == up.untyped_storage()._cdata
         and up.storage_offset() == gate.storage_offset() + width
         and gate.stride() == up.stride()
         and gate.stride(-1) == 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.kernels.costs import Cost
+from atb_modules.kernels.host_values import host_values
 from atb_modules.kernels.pages import Pages, QuantizedPages, take_pages
 from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.torch.attention import attention_eager, attention_sdpa
@@ -29,8 +30,8 @@ def gather_pages(pages: Pages, blocks: Tensor, length: int) -> Tensor:
 def _rows(dense, q, k_pages, v_pages, block_table, kv_lengths, cu_seqlens_q, spec, need_lse, **tensors):
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device) if need_lse else None
-    starts = cu_seqlens_q.tolist()
-    for row, length in enumerate(kv_lengths.tolist()):
+    starts = host_values(cu_seqlens_q)
+    for row, length in enumerate(host_values(kv_lengths)):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue

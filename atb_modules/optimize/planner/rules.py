@@ -97,6 +97,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def no_kernel(rule: Rule, soc: Soc) -> str:
+    """Why neither torch_npu nor we have the rule's kernel on this chip; empty where one of us has."""
+    if rule.fusion is Fusion.NORM_MATMUL and soc.arch != "dav-2201":
+        return f"norm_matmul is written for cube and vector cores that stand apart, not for {soc.version}"
+    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and soc.name == "ascend310p":
+        return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
+    return ""
+
+
 def workspace(rule: Rule, shape: LayerShape, soc: Soc) -> int:
     """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache."""
     if rule.fusion is not Fusion.NORM_MATMUL:

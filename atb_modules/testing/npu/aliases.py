@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_npu(value: Any) -> bool:
-    """Whether ``value`` is a tensor on an emulated NPU."""
-    return isinstance(value, Tensor) and value.device.type == "npu"
+    """Whether ``value`` is a tensor on an emulated NPU; fake tensors, which have no memory, are none."""
+    return isinstance(value, Tensor) and value.device.type == "npu" and not isinstance(value, FakeTensor)
 
 
 def alias(tensor: Tensor) -> Tensor:

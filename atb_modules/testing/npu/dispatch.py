@@ -35,6 +35,7 @@ _BOOKKEEPING |= {"aten::set_.source_Storage", "aten::set_.source_Storage_storage
 #: Composite operators that torch_npu takes apart itself; in inference mode they arrive here whole.
 _TAKEN_APART = {"aten::scaled_dot_product_attention"}
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _SEARCHES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
@@ -78,7 +79,7 @@ class EmulatedNPU(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = _device(args, kwargs)
-        if device is None:
+        if device is None or torch._C._get_dispatch_mode(_FAKE) is not None:  # fake tensors: Meta kernels of torch_npu
             return func(*args, **kwargs)
         name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
         if not name.startswith(_EMULATED):

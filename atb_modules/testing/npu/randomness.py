@@ -15,8 +15,10 @@ _STEP = 4  # offsets of a Philox generator come in fours
 
 
 def random_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The generator that a random operator on ``device`` draws from."""
+    """The generator that a random operator on ``device`` draws from; torch_npu takes none of another kind of device."""
     if generator is not None:
+        if generator.device.type != "npu":
+            raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}'")
         return generator
     module = torch.get_device_module("npu")
     return module.default_generators[module.current_device() if device.index is None else device.index]

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from atb_modules.kernels.ascend.ascendc import load, loaded
+from atb_modules.kernels import registry
+from atb_modules.kernels.ascend import ascendc
+from atb_modules.kernels.ascend.ascendc import autograd, load, loaded
 from atb_modules.kernels.ascend.socs import SOCS
 from atb_modules.testing.ascendc.build import kernel_entries
 from atb_modules.testing.ascendc.kernels import ASCENDC, RESERVED_UB
@@ -134,3 +137,13 @@ def test_without_the_library_there_are_no_ops():
     assert not load() and not loaded()
     with pytest.raises(OSError, match="missing.so"):
         load(ASCENDC / "missing.so")
+
+
+def test_choices_made_before_the_library_was_loaded_are_forgotten(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(ascendc, "_LOADED", [])
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(autograd, "register", lambda: None)
+    monkeypatch.setattr(registry, "forget_choices", lambda: forgotten.append(loaded()))
+    assert load("any.so") and load("any.so")
+    assert forgotten == [True]

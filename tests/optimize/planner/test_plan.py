@@ -65,6 +65,24 @@ def test_a_kernel_that_a_chip_has_not_is_rejected():
     assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend950PR_9599"}
 
 
+@pytest.mark.parametrize(
+    "fusion,kernel", [(Fusion.ATTENTION, "flash_attention"), (Fusion.ROTARY_APPEND, "rotary_append")]
+)
+def test_what_no_kernel_serves_on_a_310p_is_not_planned_there(fusion, kernel):
+    plan = plan_layer(dataclasses.replace(LLAMA, dtype=torch.float16), "ascend310p")
+    assert fusion not in plan.fusions
+    (rejection,) = (one for one in plan.rejected if one.fusion == fusion)
+    assert rejection.reason == f"no {kernel} runs on Ascend310P3, neither torch_npu's nor ours"
+    assert rejection.bytes_saved > 0
+
+
+def test_attention_without_a_fused_kernel_is_left_to_the_registry():
+    layer = TransformerLayer(64, 4, mlp_type="swiglu")
+    plan = plan_layer(shape_of(layer, tokens=8, kv_len=8), "ascend310p")
+    assert Fusion.ATTENTION not in plan.fusions
+    assert Fusion.ATTENTION in plan.apply(layer).fusions
+
+
 def test_overlapping_fusions_name_the_rival():
     plan = plan_layer(LLAMA, "ascend910b1")
     lost = [one for one in plan.rejected if one.fusion == Fusion.ADD_NORM]

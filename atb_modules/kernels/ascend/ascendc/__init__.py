@@ -34,9 +34,11 @@ def load(path: Path | str | None = None) -> bool:
         return False
     torch.ops.load_library(str(library))
     _LOADED.append(library)
+    from atb_modules.kernels import registry
     from atb_modules.kernels.ascend.ascendc import autograd
 
     autograd.register()
+    registry.forget_choices()  # made without the ops
     return True
 
 

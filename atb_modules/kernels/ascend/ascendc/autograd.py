@@ -67,7 +67,8 @@ def _save_gated(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) ->
 
 def _gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     """In float32. All three kinds are ``x sigmoid(z(x))``: the derivative is ``s + x s (1 - s) z'``."""
-    gate, up = (t.float() for t in ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: checkpointing without reentrance hands them out a single time
+    gate, up = (t.float() for t in saved)
     grad = grad.float()
     if ctx.kind == "gelu_tanh":
         scale = 2.0 * (2.0 / torch.pi) ** 0.5
@@ -77,5 +78,5 @@ def _gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         z, slope = factor * gate, torch.full_like(gate, factor)
     sigmoid = torch.sigmoid(z)
     grad_gate = grad * up * (sigmoid + gate * sigmoid * (1.0 - sigmoid) * slope)
-    dtype = ctx.saved_tensors[0].dtype
+    dtype = saved[0].dtype
     return grad_gate.to(dtype), (grad * gate * sigmoid).to(dtype), None
