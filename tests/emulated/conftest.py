@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from atb_modules.kernels.ascend import ops_ascendc
 from atb_modules.kernels.ascend.ascendc import load
+from atb_modules.kernels.registry import forget_choices
 from atb_modules.testing.ascendc.binding import build_binding
 from atb_modules.testing.npu import EmulatedNPU, boot
 
@@ -27,11 +29,6 @@ def pytest_ignore_collect(collection_path, config):
     return None if alone(config) else True
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of our own Ascend C kernels come last: once they are loaded, the whole process prefers them."""
-    items.sort(key=lambda item: "own_kernels" in getattr(item, "fixturenames", ()))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def booted_npu():
     """torch_npu on stubs, believing in one Ascend 910B1."""
@@ -46,10 +43,14 @@ def own_kernels(booted_npu):
 
 
 @pytest.fixture
-def npu():
-    """The emulated NPU, computing."""
+def npu(request, monkeypatch):
+    """The emulated NPU, computing. Our own kernels are for tests that ask for them, whoever has loaded them before."""
+    if "own_kernels" not in request.fixturenames:
+        monkeypatch.setattr(ops_ascendc, "unbuilt_reason", lambda: "this test is of torch_npu's operators alone")
+    forget_choices()
     with EmulatedNPU() as emulated:
         yield emulated
+    forget_choices()
 
 
 @pytest.fixture(scope="session")
