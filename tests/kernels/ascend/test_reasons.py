@@ -1,0 +1,195 @@
+"""Calls that the documentation of an operator or a kernel's tiling forbids are refused by our records, with the rule.
+
+No NPU and no torch_npu are needed: records are asked for a chip that is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from atb_modules.kernels.ascend import ops_ascendc
+from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.registry import kernels
+from atb_modules.kernels.traits import (
+    ActivationTraits,
+    AttentionTraits,
+    CacheAppendTraits,
+    LinearTraits,
+    NormTraits,
+    PagedAttentionTraits,
+    RotaryTraits,
+)
+from atb_modules.spec import AttentionSpec
+
+HALF, BF16, FP32, INT8 = torch.float16, torch.bfloat16, torch.float32, torch.int8
+CAUSAL = AttentionSpec(causal=True)
+TRAITS = {
+    "attention": AttentionTraits("npu", HALF, 2, 8, 2, 64, 64, 128, 128),
+    "paged_attention": PagedAttentionTraits("npu", HALF, HALF, 4, 4, 8, 2, 128, 128, 8),
+    "rms_norm": NormTraits("npu", HALF, 16, 4096),
+    "add_rms_norm": NormTraits("npu", HALF, 16, 4096, fused_add=True),
+    "gated_activation": ActivationTraits("npu", HALF, "silu", 16, 4096),
+    "rotary": RotaryTraits("npu", HALF, 16, 8, 128, 128),
+    "cache_append": CacheAppendTraits("npu", HALF, HALF, 16, 2, 128),
+    "rotary_append": CacheAppendTraits("npu", HALF, HALF, 16, 2, 128, rotary=True),
+    "norm_linear": LinearTraits("npu", HALF, HALF, 16, 4096, 1024),
+}
+
+#: op, strategy, chip, changes of the traits, spec, what the reason says
+FORBIDDEN = [
+    ("attention", "ascend", "910b1", {"dtype": torch.float64}, CAUSAL, "takes float16, bfloat16, float32, the call is"),
+    ("attention", "ascend", "310p", {}, CAUSAL, "npu_fusion_attention does not run on Ascend310P3"),
+    ("attention", "ascend", "310p", {"dtype": BF16}, CAUSAL, "Ascend310P3 does not compute in bfloat16"),
+    ("attention", "ascend", "910b1", {}, AttentionSpec(softcap=30.0), "has no softcap"),
+    ("attention", "ascend", "910b1", {"dropout": True}, CAUSAL, "dropout inside the operator"),
+    ("attention", "ascend", "910b1", {"bias_requires_grad": True}, CAUSAL, "returns no gradient of a bias"),
+    (
+        "attention",
+        "ascend",
+        "950",
+        {"head_dim": 784, "value_dim": 784},
+        CAUSAL,
+        "head sizes up to 768, the call has 784",
+    ),
+    ("attention", "ascend", "910b1", {"value_dim": 192}, CAUSAL, "value sizes up to the head size 128"),
+    (
+        "attention",
+        "ascend",
+        "910b1",
+        {"num_heads": 264, "num_kv_heads": 8},
+        CAUSAL,
+        "up to 256 heads, the call has 264",
+    ),
+    ("attention", "ascend", "910b1", {"mask": "float"}, CAUSAL, "rounds what is added to the scores"),
+    ("attention", "ascend", "910b1", {"has_alibi": True}, CAUSAL, "rounds what is added to the scores"),
+    ("attention", "ascend", "910b1", {"segments": 3000}, CAUSAL, "up to 2048 packed sequences, the call has 3000"),
+    ("attention", "ascend", "910b1", {"segments": 3, "dtype": FP32, "mask": "float"}, CAUSAL, "no bias in its packed"),
+    ("attention", "ascend", "910b1", {"segments": 3, "has_images": True}, CAUSAL, "knows causality and windows alone"),
+    (
+        "attention",
+        "ascend",
+        "910b1",
+        {"segments": 3},
+        AttentionSpec(causal=True, prefix=4),
+        "knows causality and windows",
+    ),
+    ("attention", "ascend", "910b1", {"segments": 3}, AttentionSpec(causal="top_left"), "causality at the lower right"),
+    (
+        "attention",
+        "ascend",
+        "910b1",
+        {"q_len": 20000, "kv_len": 20000},
+        AttentionSpec(global_tokens=4),
+        "a full mask of",
+    ),
+    ("paged_attention", "ascend", "910b1", {"dtype": FP32, "page_dtype": FP32}, CAUSAL, "takes float16, bfloat16"),
+    ("paged_attention", "ascend", "310p", {}, CAUSAL, "does not run on Ascend310P3"),
+    (
+        "paged_attention",
+        "ascend",
+        "910b1",
+        {"page_dtype": INT8},
+        CAUSAL,
+        "pages of the queries' float16, these are int8",
+    ),
+    ("paged_attention", "ascend", "910b1", {}, AttentionSpec(causal=True, softcap=5.0), "has no softcap"),
+    ("paged_attention", "ascend", "910b1", {"has_sinks": True}, CAUSAL, "takes sinks in its packed layouts alone"),
+    ("paged_attention", "ascend", "910b1", {"has_alibi": True}, CAUSAL, "takes no slopes"),
+    (
+        "paged_attention",
+        "ascend",
+        "910b1",
+        {},
+        AttentionSpec(causal=True, global_tokens=2),
+        "causality and windows alone",
+    ),
+    ("paged_attention", "ascend", "910b1", {"head_dim": 528}, CAUSAL, "up to 512 in steps of 16, the call has 528"),
+    ("paged_attention", "ascend", "910b1", {"head_dim": 72}, CAUSAL, "up to 512 in steps of 16, the call has 72"),
+    ("paged_attention", "ascend", "910b1", {"num_heads": 130, "num_kv_heads": 2}, CAUSAL, "64 heads on a key head"),
+    (
+        "paged_attention",
+        "ascend",
+        "910b1",
+        {"num_heads": 260, "num_kv_heads": 20},
+        CAUSAL,
+        "256 heads, the call has 260",
+    ),
+    ("paged_attention", "ascend", "910b1", {"page_size": 8}, CAUSAL, "pages of 16 to 512 tokens in steps of 16"),
+    ("paged_attention", "ascend", "910b1", {"page_size": 100}, CAUSAL, "pages of 16 to 512 tokens in steps of 16"),
+    ("paged_attention", "ascend", "910b1", {"page_size": 1024}, CAUSAL, "pages of 16 to 512 tokens in steps of 16"),
+    ("rms_norm", "ascend", "310p", {"dtype": BF16}, None, "Ascend310P3 does not compute in bfloat16"),
+    ("rms_norm", "ascend", "910b1", {"dtype": torch.float64}, None, "the call is float64"),
+    ("add_rms_norm", "ascend", "310p", {"dtype": BF16}, None, "does not compute in bfloat16"),
+    ("gated_activation", "ascend", "310p", {}, None, "npu_swiglu does not run on Ascend310P3"),
+    ("gated_activation", "ascend", "910b1", {"kind": "relu2"}, None, "no gated operator of kind 'relu2'"),
+    ("rotary", "ascend", "910b1", {"head_dim": 896, "rotary_dim": 896}, None, "fewer than 896 channels"),
+    ("rotary", "ascend", "910b1", {"interleaved": True, "num_heads": 1000}, None, "fewer than 1000 heads"),
+    ("cache_append", "ascend", "310p", {}, None, "does not run on Ascend310P3"),
+    ("cache_append", "ascend", "910b1", {"page_dtype": INT8}, None, "writes no codes, the pages are int8"),
+    ("rotary_append", "ascend", "910b1", {"head_dim": 896}, None, "fewer than 896 channels"),
+    ("attention", "ascend_c", "950", {}, CAUSAL, "cores that stand apart (910B, 910_93), not for Ascend950PR_9599"),
+    ("attention", "ascend_c", "910b1", {"requires_grad": True}, CAUSAL, "our flash kernel has no backward"),
+    ("attention", "ascend_c", "910b1", {"has_sinks": True}, CAUSAL, "knows causality and windows alone"),
+    (
+        "attention",
+        "ascend_c",
+        "910b1",
+        {"head_dim": 24},
+        CAUSAL,
+        "head sizes up to 256 in steps of 16, the call has 24",
+    ),
+    ("paged_attention", "ascend_c", "910b1", {"total": 9}, CAUSAL, "one token a row, the call has 9 for 4 rows"),
+    ("paged_attention", "ascend_c", "310p", {}, CAUSAL, "does not run on Ascend310P3"),
+    ("norm_linear", "ascend_c", "310p", {}, None, "cores that stand apart"),
+    ("norm_linear", "ascend_c", "910b1", {"requires_grad": True}, None, "has no backward"),
+    ("norm_linear", "ascend_c", "910b1", {"in_features": 70000}, None, "rows of 65535 elements, the call has 70000"),
+    (
+        "norm_linear",
+        "ascend_c",
+        "910b1",
+        {"in_features": 40000},
+        None,
+        "too many for the unified buffer of Ascend910B1",
+    ),
+    ("rms_norm", "ascend_c", "310p", {"width": 1001}, None, "copies multiples of 32 bytes, a row has 2002"),
+    ("gated_activation", "ascend_c", "910b1", {"kind": "gelu"}, None, "silu or gelu_tanh, the call asks for gelu"),
+]
+
+
+def reasons(op, strategy, chip, changes, spec, monkeypatch):
+    monkeypatch.setattr(ops_ascendc, "unbuilt_reason", lambda: "")  # as where they are built
+    kernel = next(k for k in kernels(op) if k.strategy.value == strategy)
+    with assume_soc(f"ascend{chip}"):
+        return kernel.reasons_against(spec, dataclasses.replace(TRAITS[op], **changes))
+
+
+@pytest.mark.parametrize("op,strategy,chip,changes,spec,rule", FORBIDDEN)
+def test_forbidden_calls_are_refused_with_their_rule(monkeypatch, op, strategy, chip, changes, spec, rule):
+    found = reasons(op, strategy, chip, changes, spec, monkeypatch)
+    assert any(rule in reason for reason in found), found
+
+
+@pytest.mark.parametrize("op", TRAITS)
+@pytest.mark.parametrize("strategy", ["ascend", "ascend_c"])
+def test_the_same_calls_without_the_change_are_served(monkeypatch, op, strategy):
+    if strategy not in [k.strategy.value for k in kernels(op)]:
+        assert (op, strategy) in {("rotary", "ascend_c"), ("cache_append", "ascend_c")}
+        return
+    spec = CAUSAL if "attention" in op else None
+    assert reasons(op, strategy, "910b1", {}, spec, monkeypatch) == ()
+
+
+def test_a_kernel_that_is_not_built_says_so():
+    with assume_soc("ascend910b1"):
+        for op in ("rms_norm", "attention", "norm_linear"):
+            kernel = next(k for k in kernels(op) if k.strategy.value == "ascend_c")
+            spec = CAUSAL if op == "attention" else None
+            assert any("are not built here" in reason for reason in kernel.reasons_against(spec, TRAITS[op]))
+
+
+def test_without_a_chip_the_reason_is_that():
+    kernel = next(k for k in kernels("rms_norm") if k.strategy.value == "ascend")
+    assert kernel.reasons_against(None, TRAITS["rms_norm"]) == ("no Ascend chip is known: torch_npu is not imported",)
