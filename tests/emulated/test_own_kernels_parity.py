@@ -96,6 +96,30 @@ def test_rotation_into_pages(dtype, interleaved):
         assert mine.abs().sum() > 0
 
 
+@pytest.mark.parametrize("layout", ["one projection", "heads apart", "heads first", "channels apart", "expanded"])
+def test_rotation_of_views(layout):
+    """Queries are turned where they lie, and what lies between them stays."""
+    generator = fresh_generator()
+    x = torch.randn(7, 12, 64, generator=generator)
+    slots, (cos, sin) = torch.tensor([5, 0, -1, 16, 31, 47, 20]), torch.rand(2, 7, 12, generator=generator)
+    results = []
+    for device, strategy in (("cpu", "torch"), ("npu:0", "ascend_c")):
+        whole = x.clone().to(device)
+        if layout == "heads first":
+            whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+        views = {"one projection": whole, "channels apart": whole[..., ::2]}.get(layout, whole[..., :32])
+        q, k, v = views.split([6, 3, 3], dim=1)
+        if layout == "expanded":
+            k, v = k[:, :1].expand(7, 3, 32), v[:1].expand(7, 3, 32)
+        pages = [torch.zeros(3, 3, 16, q.shape[-1]).to(device) for _ in range(2)]
+        where = (*(t.to(device) for t in (cos, sin)), *pages, slots.to(device))
+        ops.rotary_append(q, k, v, *where, interleaved=False, strategy=strategy)
+        results.append([t.cpu() for t in (whole, *pages)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+        assert mine.abs().sum() > 0
+
+
 @by_dtype
 def test_a_norm_with_its_product(dtype):
     generator = fresh_generator()

@@ -87,6 +87,11 @@ def gated_activation_ascend_c(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return _OPS.ascend_gated_activation(*rows, kind).reshape(gate.shape)
 
 
+def _dense_heads(x: Tensor) -> Tensor:
+    """x (tokens, heads, head_dim), copied where a token's heads do not lie one behind the other."""
+    return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
+
+
 def rotary_append_ascend_c(
     q: Tensor,
     k: Tensor,
@@ -102,11 +107,10 @@ def rotary_append_ascend_c(
     assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     if not q.shape[0]:
         return
-    if not (k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(-1) == 1):
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         rotary_append_torch(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
         return
-    k, v = (t.to(k_pages.dtype) for t in (k, v))
-    turned = q if q.dtype == k_pages.dtype else q.to(k_pages.dtype)
+    turned, k, v = (_dense_heads(t.to(k_pages.dtype)) for t in (q, k, v))
     tables = (cos.float().contiguous(), sin.float().contiguous())
     _OPS.ascend_rotary_append(turned, k, v, *tables, k_pages, v_pages, slots.contiguous(), interleaved)
     if turned is not q:

@@ -40,6 +40,9 @@ MEMORY = {
     "nine_buffers": "9 buffers together; there are eight events",
     "select_without_room": "Select needs 8192 bytes of UB",
     "queue_before_init": "used before InitBuffer",
+    "reads_what_is_free": "reads byte .* of UB, which nobody has written",
+    "result_over_a_part": "the result from byte 32 lies over a part of the operand from byte 0",
+    "widened_in_place": "Cast: the result from byte 0 lies over a part of the operand from byte 0",
     "too_many_runs": "1 to 4095 runs, given 4096",
 }
 SYNC = {

@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> RmsNorm(const Tensor &x, const OptionalTensor &weight
   Accept(TileRmsNorm(DeviceSoc().soc, DtypeOf(x, "x"), x.size(0), x.size(1), false, weight.has_value(),
                      cast_first, keep, static_cast<float>(eps), static_cast<float>(offset), &tiling),
          "ascend_rms_norm");
-  Launch(ATB_KERNEL(rms_norm), DtypeOf(x, "x"), tiling, In(x), In(weight), Out(std::get<0>(result)),
+  Launch(ATB_KERNEL(rms_norm), x, tiling, In(x), In(weight), Out(std::get<0>(result)),
          Out(std::get<1>(result)));
   return result;
 }
@@ -74,8 +74,8 @@ std::tuple<Tensor, Tensor, Tensor> AddRmsNorm(const Tensor &x, const Tensor &res
   Accept(TileRmsNorm(DeviceSoc().soc, DtypeOf(x, "x"), x.size(0), x.size(1), true, weight.has_value(),
                      cast_first, keep, static_cast<float>(eps), static_cast<float>(offset), &tiling),
          "ascend_add_rms_norm");
-  Launch(ATB_KERNEL(add_rms_norm), DtypeOf(x, "x"), tiling, In(x), In(residual), In(weight),
-         Out(std::get<0>(result)), Out(std::get<1>(result)), Out(std::get<2>(result)));
+  Launch(ATB_KERNEL(add_rms_norm), x, tiling, In(x), In(residual), In(weight), Out(std::get<0>(result)),
+         Out(std::get<1>(result)), Out(std::get<2>(result)));
   return result;
 }
 
@@ -101,8 +101,8 @@ std::tuple<Tensor, Tensor> RmsNormBackward(const Tensor &grad_y, const Tensor &x
   Accept(TileRmsNormBackward(DeviceSoc().soc, DtypeOf(x, "x"), x.size(0), x.size(1), weight.has_value(),
                              grad_sum.has_value(), static_cast<float>(offset), &tiling),
          "ascend_rms_norm_backward");
-  Launch(ATB_KERNEL(rms_norm_backward), DtypeOf(x, "x"), tiling, In(grad_y), In(x), In(rstd), In(weight),
-         In(grad_sum), Out(std::get<0>(result)), Out(std::get<1>(result)));
+  Launch(ATB_KERNEL(rms_norm_backward), x, tiling, In(grad_y), In(x), In(rstd), In(weight), In(grad_sum),
+         Out(std::get<0>(result)), Out(std::get<1>(result)));
   return result;
 }
 
@@ -134,7 +134,7 @@ Tensor GatedActivation(const Tensor &gate, const Tensor &up, c10::string_view ki
   Accept(TileGated(DeviceSoc().soc, DtypeOf(gate, "gate"), gate.size(0), width, step(gate), step(up),
                    GateOf(kind), &tiling),
          "ascend_gated_activation");
-  Launch(ATB_KERNEL(gated), DtypeOf(gate, "gate"), tiling, In(gate), In(up), Out(out));
+  Launch(ATB_KERNEL(gated), gate, tiling, In(gate), In(up), Out(out));
   return out;
 }
 
@@ -184,8 +184,8 @@ void RotaryAppend(const Tensor &q, const Tensor &k, const Tensor &v, const Tenso
                           v.size(2), cos.size(1), q.stride(0), k.stride(0), v.stride(0), k_pages.size(2),
                           k_pages.size(0), interleaved, slots.scalar_type() == at::kLong, &tiling),
          "ascend_rotary_append");
-  Launch(ATB_KERNEL(rotary_append), DtypeOf(q, "q"), tiling, InOut(q), In(k), In(v), In(cos), In(sin),
-         InOut(k_pages), InOut(v_pages), In(slots));
+  Launch(ATB_KERNEL(rotary_append), q, tiling, InOut(q), In(k), In(v), In(cos), In(sin), InOut(k_pages),
+         InOut(v_pages), In(slots));
 }
 
 std::tuple<Tensor, Tensor> LseMergeMeta(const Tensor &outs, const Tensor &lses) {
@@ -205,7 +205,7 @@ std::tuple<Tensor, Tensor> LseMerge(const Tensor &outs, const Tensor &lses) {
   Accept(
       TileLseMerge(DeviceSoc().soc, DtypeOf(outs, "outs"), outs.size(0), outs.size(1), outs.size(2), &tiling),
       "ascend_lse_merge");
-  Launch(ATB_KERNEL(lse_merge), DtypeOf(outs, "outs"), tiling, In(outs), In(lses), Out(std::get<0>(result)),
+  Launch(ATB_KERNEL(lse_merge), outs, tiling, In(outs), In(lses), Out(std::get<0>(result)),
          Out(std::get<1>(result)));
   return result;
 }

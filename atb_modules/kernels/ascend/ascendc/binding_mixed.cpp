@@ -53,7 +53,7 @@ Tensor NormMatmul(const Tensor &x, const OptionalTensor &norm_weight, const Tens
                         static_cast<float>(offset), &tiling),
          "ascend_norm_matmul");
   const Tensor work = Workspace(x, NormMatmulWorkspace(tiling, dtype));
-  Launch(ATB_KERNEL(norm_matmul), dtype, tiling, In(x), In(norm_weight), In(weight), Out(out), Work(work));
+  Launch(ATB_KERNEL(norm_matmul), x, tiling, In(x), In(norm_weight), In(weight), Out(out), Work(work));
   return out;
 }
 
@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> FlashAttention(const Tensor &q, const Tensor &k, cons
                             static_cast<float>(softcap), &tiling),
          "ascend_flash_attention");
   const Tensor work = Workspace(q, FlashWorkspace(tiling, dtype));
-  Launch(ATB_KERNEL(flash_attention), dtype, tiling, In(q), In(k), In(v), Out(std::get<0>(result)),
+  Launch(ATB_KERNEL(flash_attention), q, tiling, In(q), In(k), In(v), Out(std::get<0>(result)),
          Out(std::get<1>(result)), Work(work));
   return result;
 }

@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> PagedDecode(const Tensor &q, const Tensor &k_pages, c
          "ascend_paged_decode");
   // Freed when this returns, and reused in stream order alone: what is queued behind the kernel.
   const Tensor work = at::empty({PagedDecodeWorkspace(tiling) / 4}, q.options().dtype(at::kFloat));
-  Launch(ATB_KERNEL(paged_decode), DtypeOf(q, "q"), tiling, In(q), In(k_pages), In(v_pages), In(block_table),
+  Launch(ATB_KERNEL(paged_decode), q, tiling, In(q), In(k_pages), In(v_pages), In(block_table),
          In(kv_lengths), Out(std::get<0>(result)), Out(std::get<1>(result)), Work(work));
   return result;
 }

@@ -6,6 +6,7 @@
 // to the limits of the SoC that the runtime names.
 #pragma once
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <cstring>
 #include <optional>
 #include <torch/library.h>
@@ -160,10 +161,13 @@ int RunKernel(const KernelOf<Function> &kernel, int32_t dtype, uint32_t blocks, 
 
 #endif
 
-// Queues the kernel behind everything that the current stream was given before; the handler may run later, on
-// the thread of torch_npu's task queue, so it holds copies.
+// Queues the kernel of x's dtype behind everything that the current stream of x's device was given before,
+// which need not be the current device. The handler may run later, on the thread of torch_npu's task queue,
+// so it holds copies.
 template <typename Kernels, typename Tiling, typename... Globals>
-void Launch(const Kernels &kernel, int32_t dtype, const Tiling &tiling, const Globals &...globals) {
+void Launch(const Kernels &kernel, const at::Tensor &x, const Tiling &tiling, const Globals &...globals) {
+  const c10::DeviceGuard guard(x.device());
+  const int32_t dtype = DtypeOf(x, "x");
   const std::vector<Global> pointers{globals...};
   void *stream = c10_npu::getCurrentNPUStream().stream(false);
   at_npu::native::OpCommand command;

@@ -140,6 +140,7 @@ void FreeBuffer(Core &core, size_t index, Place place, size_t offset) {
   Require(buffer.state != QueueBuffer::Free, "FreeTensor of a tensor that is free already");
   Require(buffer.state != QueueBuffer::Enqueued, "FreeTensor of a tensor that is still in the queue");
   buffer.state = QueueBuffer::Free;
+  core.Poison(queue.place, buffer.offset, buffer.bytes); // who reads it now reads what the next load brings
   Trace(core, queue.target, "FreeTensor", queue, buffer);
   buffer.freed = core.Snapshot(queue.target);
 }

@@ -179,3 +179,23 @@ extern "C" __global__ __aicore__ void select_without_room(GM_ADDR x, GM_ADDR y, 
   p.in.FreeTensor(a);
   p.Store(b, 960);
 }
+extern "C" __global__ __aicore__ void reads_what_is_free(GM_ADDR x, GM_ADDR y, uint32_t n) {
+  Parts p(x, y, n, 1024);
+  LocalTensor<float> a = p.Load(n), b = p.out.AllocTensor<float>();
+  p.in.FreeTensor(a);
+  Adds(b, a, 1.0f, n);
+  p.Store(b, n);
+}
+extern "C" __global__ __aicore__ void result_over_a_part(GM_ADDR x, GM_ADDR y, uint32_t n) {
+  Parts p(x, y, n, 1024);
+  LocalTensor<float> a = p.Load(n);
+  Adds(a[8], a, 1.0f, n - 8);
+}
+extern "C" __global__ __aicore__ void widened_in_place(GM_ADDR x, GM_ADDR y, uint32_t n) {
+  Parts p(x, y, n, 1024);
+  LocalTensor<float> a = p.Load(n);
+  LocalTensor<half> h = a.ReinterpretCast<half>();
+  Cast(h, a, RoundMode::CAST_RINT, n); // narrower from the same byte on: allowed
+  PipeBarrier<PIPE_V>();
+  Cast(a, h, RoundMode::CAST_NONE, n);
+}

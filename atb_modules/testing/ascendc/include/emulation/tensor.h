@@ -1,6 +1,7 @@
 // LocalTensor: a piece of an on-chip memory. GlobalTensor: a piece of global memory.
 #pragma once
 #include "core.h"
+#include <algorithm>
 
 namespace AscendC {
 
@@ -127,6 +128,17 @@ inline void WriteOperand(const LocalTensor<T> &tensor, int64_t count, const char
   RequireOperand(tensor, count, op, alignment);
   Self().Write(tensor.place(), tensor.offset(), count * sizeof(T));
   Self().Note(tensor.place(), tensor.offset(), count * sizeof(T));
+}
+// Operand and result of an instruction are the same elements, or apart: the unit reads ahead of what it
+// writes. A result of narrower elements may start where its operand does.
+template <typename D, typename S>
+inline void RequireApart(const LocalTensor<D> &dst, const LocalTensor<S> &src, int64_t count,
+                         const char *op) {
+  const size_t to = dst.offset(), from = src.offset(), n = static_cast<size_t>(std::max<int64_t>(count, 0));
+  if (dst.place() != src.place() || to >= from + n * sizeof(S) || from >= to + n * sizeof(D)) return;
+  if (to == from && sizeof(D) <= sizeof(S)) return;
+  Fail(std::string(op) + ": the result from byte " + std::to_string(to) +
+       " lies over a part of the operand from byte " + std::to_string(from));
 }
 
 } // namespace emulation

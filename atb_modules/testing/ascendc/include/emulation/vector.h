@@ -68,6 +68,8 @@ inline void Masked(const LocalTensor<T> &t, bool write, uint64_t mask, uint8_t r
     emulation::ReadOperand(src0, count, #name);                                                              \
     emulation::ReadOperand(src1, count, #name);                                                              \
     emulation::WriteOperand(dst, count, #name);                                                              \
+    emulation::RequireApart(dst, src0, count, #name);                                                        \
+    emulation::RequireApart(dst, src1, count, #name);                                                        \
     const T *a = src0.Raw(), *b = src1.Raw();                                                                \
     T *out = dst.Raw();                                                                                      \
     for (int32_t i = 0; i < count; ++i) {                                                                    \
@@ -104,6 +106,7 @@ ATB_BINARY(Min, x < y ? x : y)
     emulation::Self().Begin(emulation::V, #name);                                                            \
     emulation::ReadOperand(src, count, #name);                                                               \
     emulation::WriteOperand(dst, count, #name);                                                              \
+    emulation::RequireApart(dst, src, count, #name);                                                         \
     const T *a = src.Raw();                                                                                  \
     T *out = dst.Raw();                                                                                      \
     for (int32_t i = 0; i < count; ++i) {                                                                    \
@@ -136,6 +139,7 @@ ATB_SCALAR(Mins, x < y ? x : y)
     emulation::Self().Begin(emulation::V, #name);                                                            \
     emulation::ReadOperand(src, count, #name);                                                               \
     emulation::WriteOperand(dst, count, #name);                                                              \
+    emulation::RequireApart(dst, src, count, #name);                                                         \
     const T *a = src.Raw();                                                                                  \
     T *out = dst.Raw();                                                                                      \
     for (int32_t i = 0; i < count; ++i) {                                                                    \
@@ -175,6 +179,7 @@ inline void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &
   emulation::ReadOperand(src, count, "Axpy");
   emulation::ReadOperand(dst, count, "Axpy");
   emulation::WriteOperand(dst, count, "Axpy");
+  emulation::RequireApart(dst, src, count, "Axpy");
   for (int32_t i = 0; i < count; ++i)
     dst.Raw()[i] = static_cast<T>(dst.Raw()[i] + static_cast<T>(src.Raw()[i]) * static_cast<T>(scalar));
 }
@@ -273,6 +278,7 @@ inline void Cast(const LocalTensor<D> &dst, const LocalTensor<S> &src, const Rou
     Require(mode == RoundMode::CAST_NONE, "Cast to a wider type takes CAST_NONE");
   emulation::ReadOperand(src, count, "Cast");
   emulation::WriteOperand(dst, count, "Cast");
+  emulation::RequireApart(dst, src, count, "Cast");
   const bool nearest =
       mode == RoundMode::CAST_RINT || mode == RoundMode::CAST_NONE || std::is_same_v<D, float>;
   if constexpr (!std::is_integral_v<D>)
