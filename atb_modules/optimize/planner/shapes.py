@@ -50,6 +50,10 @@ class LayerShape:
                 check_int(field.name, value)
             elif field.type == "bool":
                 check_bool(field.name, value)
+        if self.tokens < self.batch:
+            raise ValueError(f"tokens is {self.tokens}; {self.batch} rows take at least one token each")
+        if self.cached and self.tokens > self.batch * self.kv_len:
+            raise ValueError(f"tokens is {self.tokens}; {self.batch} rows of kv_len {self.kv_len} hold fewer")
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"dtype is {self.dtype}; allowed: torch.float16, torch.bfloat16, torch.float32")
         if self.num_heads % self.num_kv_heads:

@@ -55,7 +55,7 @@ def test_a_change_of_layout_is_rejected():
 
 
 def test_a_workspace_that_leaves_the_cache_is_rejected():
-    plan = plan_layer(dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192), "ascend910b4")
+    plan = plan_layer(dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192, kv_len=8192), "ascend910b4")
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
 
 
@@ -103,7 +103,7 @@ def test_overlapping_fusions_name_the_rival():
 def test_no_plan_is_worse_than_its_parts(soc, tokens, kv_len, heads, dim, hidden, inner, flags):
     gated, rotary, cached, qk_norm, bias = flags
     shape = LayerShape(
-        hidden, *heads, dim, inner, tokens, kv_len, dtype=torch.float16, gated=gated, rotary=rotary, cached=cached,
+        hidden, *heads, dim, inner, tokens, max(kv_len, tokens), dtype=torch.float16, gated=gated, rotary=rotary, cached=cached,
         qk_norm=qk_norm, bias=bias,
     )  # fmt: skip
     plan = plan_layer(shape, soc)
@@ -120,6 +120,10 @@ def test_shapes_are_checked():
         plan_layer(LLAMA, "ascend1")
     with pytest.raises(ValueError, match="shape.dtype is torch.bfloat16; Ascend310P3 does not compute in it"):
         plan_layer(LLAMA, "ascend310p")
+    with pytest.raises(ValueError, match="tokens is 3; 8 rows take at least one token each"):
+        dataclasses.replace(QWEN, tokens=3, batch=8)
+    with pytest.raises(ValueError, match="tokens is 4096; 1 rows of kv_len 2048 hold fewer"):
+        dataclasses.replace(LLAMA, tokens=4096)
     with pytest.raises(ValueError, match="tokens is 0"):
         dataclasses.replace(LLAMA, tokens=0)
     with pytest.raises(ValueError, match="num_heads is 30; it must be a multiple of num_kv_heads 8"):
