@@ -55,7 +55,8 @@ def test_a_change_of_layout_is_rejected():
 
 
 def test_a_workspace_that_leaves_the_cache_is_rejected():
-    plan = plan_layer(dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192, kv_len=8192), "ascend910b4")
+    wide = dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192, kv_len=8192)
+    plan = plan_layer(wide, "ascend910b4")
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
 
 
@@ -103,8 +104,8 @@ def test_overlapping_fusions_name_the_rival():
 def test_no_plan_is_worse_than_its_parts(soc, tokens, kv_len, heads, dim, hidden, inner, flags):
     gated, rotary, cached, qk_norm, bias = flags
     shape = LayerShape(
-        hidden, *heads, dim, inner, tokens, max(kv_len, tokens), dtype=torch.float16, gated=gated, rotary=rotary, cached=cached,
-        qk_norm=qk_norm, bias=bias,
+        hidden, *heads, dim, inner, tokens, max(kv_len, tokens), dtype=torch.float16, gated=gated, rotary=rotary,
+        cached=cached, qk_norm=qk_norm, bias=bias,
     )  # fmt: skip
     plan = plan_layer(shape, soc)
     steps = layer_steps(shape, soc)
