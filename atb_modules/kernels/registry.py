@@ -242,7 +242,11 @@ def _choose(op: str, spec: Any, traits: Traits, asked: StrEnum) -> Kernel | None
     """The kernel asked for, or the cheapest; where a call is traced for every length, the first that can serve it."""
     best: Kernel | None = None
     best_seconds = float("inf")
-    for kernel in _KERNELS[op]:
+    candidates = _KERNELS[op]
+    if torch.compiler.is_compiling():  # those of the device alone before those of any
+        own = (traits.device_type,)
+        candidates = [k for k in candidates if k.device_types == own] + [k for k in candidates if k.device_types != own]
+    for kernel in candidates:
         if asked.value != "auto" and kernel.strategy is not asked:
             continue
         if kernel.reasons_against(spec, traits):

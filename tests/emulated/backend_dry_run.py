@@ -10,8 +10,10 @@ import torch
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.rope import rotary
 from atb_modules.kernels.ascend.prefetch import prefetch
+from atb_modules.mlp.experts import moe
 from atb_modules.mlp.functional import gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atb_modules.ops import fused_mlp_residual_norm
 from atb_modules.quantized_linear import quantize_weight, quantized_linear, weight_only_linear
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing.npu import boot, dry_run
@@ -44,6 +46,17 @@ def paged(new, spec=CAUSAL):
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32).to("npu:0")
     lengths, starts = torch.tensor([140, 9]).int().to("npu:0"), torch.tensor([0, new[0], sum(new)]).int().to("npu:0")
     paged_attention(made(sum(new), 6, 64), pages, pages, table, lengths, starts, spec, strategy="ascend")
+
+
+def experts(biased):
+    biases = {"up_bias": made(4, 64), "down_bias": made(4, 32)} if biased else {}
+    chosen = torch.tensor([[0, 1], [2, 3], [1, 3]]).to("npu:0")
+    return moe(made(3, 32), chosen, made(3, 2), made(4, 64, 32), made(4, 32, 32), **biases, strategy="ascend")
+
+
+def chain():
+    x, up, down = made(3, 32), made(32, 64), made(64, 32)
+    return fused_mlp_residual_norm(x, x, up, up, down, norm_weight=made(32), norm_type="rmsnorm", strategy="ascend")
 
 
 def append(turned):
@@ -129,6 +142,11 @@ CASES = {
     "quantised product": lambda: int8_product(quantized_linear, bias=True),
     "decode of latent attention": latent,
     "prefetch": lambda: prefetch(made(64, 64), made(4)),
+    "attention with sinks": lambda: dense(attention, CAUSAL, sinks=made(6, dtype=torch.float32)),
+    "Gemma's norm": lambda: rms_norm(made(4, 64), made(64), weight_offset=1.0, strategy="ascend"),
+    "experts": lambda: experts(False),
+    "experts with biases": lambda: experts(True),
+    "feed-forward with its norm": lambda: chain(),
 }
 
 

@@ -9,14 +9,14 @@ from contextvars import ContextVar
 
 import torch
 
-from atb_modules.kernels.ascend.socs import Soc, find_soc
+from atb_modules.kernels.ascend.socs import SOCS, Soc, find_soc
 
 _ASSUMED: ContextVar[Soc | None] = ContextVar("atb_modules_assumed_soc", default=None)
 
 
 @functools.cache
-def _found_soc() -> Soc | str:
-    """The chip of the first NPU, or why none is known."""
+def _found_soc() -> str:
+    """The name of the first NPU's chip, a key of ``SOCS``; or a sentence, why none is known."""
     npu = getattr(torch, "npu", None)
     if npu is None:
         return "torch_npu is not imported"
@@ -25,24 +25,29 @@ def _found_soc() -> Soc | str:
     except Exception as error:  # whatever the driver says
         return f"no NPU answers ({error})"
     try:
-        return find_soc(name)
+        return find_soc(name).name
     except ValueError:
         return f"the chip {name!r} is not among those whose rules are known"
 
 
+def _found_name() -> str:
+    return _found_soc()
+
+
+#: torch.compile calls it instead of tracing it: the chip does not change (what assume_constant_result marks)
+_found_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def current_soc() -> Soc | None:
     """The chip whose rules hold: the assumed one, else that of the first NPU; None without one."""
-    assumed = _ASSUMED.get()
-    if assumed is not None:
-        return assumed
-    found = _found_soc()
-    return found if isinstance(found, Soc) else None
+    assumed = None if torch.compiler.is_compiling() else _ASSUMED.get()
+    return SOCS.get(_found_name()) if assumed is None else assumed
 
 
 def missing_soc() -> str:
     """Why ``current_soc`` is None."""
-    found = _found_soc()
-    return found if isinstance(found, str) else ""
+    found = _found_name()
+    return "" if found in SOCS else found
 
 
 @contextlib.contextmanager

@@ -127,6 +127,8 @@ def add_layer_norm_ascend(
 
 def _side_by_side(gate: Tensor, up: Tensor) -> Tensor:
     """[gate | up] along the last axis; halves of one product are taken as they lie, where nothing is recorded."""
+    if torch.compiler.is_compiling():  # which cannot trace where tensors lie
+        return torch.cat([gate, up], dim=-1)
     width = gate.shape[-1]
     adjacent = (
         gate.untyped_storage()._cdata == up.untyped_storage()._cdata

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from atb_modules.kernels.ascend.availability import current_soc
 from atb_modules.kernels.ascend.ops_attention import attention_ascend
 from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype
 from atb_modules.kernels.ascend.structure import LARGEST_MASK, compressible
@@ -27,6 +28,9 @@ def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator
         yield f"{operator} has no softcap"
     if traits.dropout:
         yield "dropout inside the operator draws from a generator of its own and is not checked"
+    soc = current_soc()
+    if traits.has_sinks and soc is not None and soc.name == "ascend950":
+        yield f"npu_fusion_attention_v3, which takes sinks, does not run on {soc.version}"
     if traits.bias_requires_grad:
         yield f"{operator} returns no gradient of a bias"
     if traits.head_dim > 768:

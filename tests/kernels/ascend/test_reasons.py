@@ -44,6 +44,7 @@ FORBIDDEN = [
     ("attention", "ascend", "310p", {}, CAUSAL, "npu_fusion_attention does not run on Ascend310P3"),
     ("attention", "ascend", "310p", {"dtype": BF16}, CAUSAL, "Ascend310P3 does not compute in bfloat16"),
     ("attention", "ascend", "910b1", {}, AttentionSpec(softcap=30.0), "has no softcap"),
+    ("attention", "ascend", "950", {"has_sinks": True}, CAUSAL, "which takes sinks, does not run on Ascend950PR_9599"),
     ("attention", "ascend", "910b1", {"dropout": True}, CAUSAL, "dropout inside the operator"),
     ("attention", "ascend", "910b1", {"bias_requires_grad": True}, CAUSAL, "returns no gradient of a bias"),
     (
