@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.testing.npu.binding import require
+from atb_modules.testing.npu.errors import NoReferenceError
 from atb_modules.testing.npu.references.attention_math import attend
 from atb_modules.testing.npu.references.pages import gather_pages
 from atb_modules.testing.npu.references.registry import reference
@@ -240,7 +241,7 @@ def flash_attention_qlens(
     sglang issue 38196), 128 is right; refused here so that it shows.
     """
     require(key_cache.shape[1] >= 128, f"block_size is {key_cache.shape[1]}; below 128 the output is silently wrong")
-    raise NotImplementedError("atb::_npu_flash_attention_qlens: only its rule of block sizes is emulated")
+    raise NoReferenceError("atb::_npu_flash_attention_qlens: only its rule of block sizes is emulated")
 
 
 def _put(result: Tensor, out: Tensor, query: Tensor) -> None:
