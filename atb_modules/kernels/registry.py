@@ -268,6 +268,15 @@ def _refusal(op: str, spec: Any, traits: Traits, asked: StrEnum) -> str:
     return f"strategy is {asked.value!r}, which cannot serve this {op} call: {why}"
 
 
+def note_detour(op: str, strategy: StrEnum | str, instead: str, why: str) -> None:
+    """Log, once, that a kernel which was chosen serves such a call in another way than it is known for."""
+    key = ("detour", op, str(strategy), instead, why)
+    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO) or key in _LOGGED:
+        return
+    _LOGGED.add(key)
+    logger.info("%s -> %s goes by %s: %s", op, strategy, instead, why)
+
+
 def _note_choice(op: str, spec: Any, traits: Traits, asked: StrEnum, chosen: Kernel) -> None:
     recording = _RECORDING.get()
     if recording is not None and (op, chosen.strategy.value) not in recording:

@@ -135,6 +135,19 @@ def test_a_norm_with_its_product(dtype):
         torch.testing.assert_close(out, expected, atol=4 * step, rtol=2 * step)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_wider_weight_multiplies_what_was_rounded(npu, dtype, offset):
+    generator = fresh_generator()
+    x, weight = torch.randn(33, 100, generator=generator).to(dtype), torch.randn(100, generator=generator)
+    options = {"weight_offset": offset, "cast_first": True}
+    npu.log.clear()
+    out = on_npu(ops.rms_norm)(x, weight, 1e-5, strategy="ascend_c", **options)
+    assert "atb_modules::ascend_rms_norm" in npu.log.names
+    step = torch.finfo(dtype).eps  # a normed value may round the other way, once
+    torch.testing.assert_close(out, rms_norm_reference(x, weight, 1e-5, offset, True), atol=step, rtol=2 * step)
+
+
 def test_what_they_refuse_names_the_rule():
     q = torch.randn(1, 2, 4, 24).to("npu:0")
     for call, message in (

@@ -10,7 +10,7 @@ import torch
 from atb_modules.attention.cache.manager import KVCacheManager
 from atb_modules.attention.rope import RotaryConfig
 from atb_modules.kernels.reference.attention import paged_attention_reference
-from atb_modules.kernels.registry import record_choices
+from atb_modules.kernels.registry import _LOGGED, record_choices
 from atb_modules.models.config import ModelConfig
 from atb_modules.models.decoder import DecoderModel
 from atb_modules.ops import cache_append, paged_attention, rotary_append
@@ -112,6 +112,23 @@ def test_writes_go_where_the_cpu_writes_them(npu, dtype, interleaved):
         for mine, theirs in zip(*results, strict=True):
             torch.testing.assert_close(mine, theirs)
             assert mine.abs().sum() > 0
+
+
+def test_what_goes_another_way_is_logged(npu, caplog):
+    """Pages that are views, and prompts over small pages: right, and said once each in the log of the kernels."""
+    generator = fresh_generator()
+    where = filled([20, 3], [4, 6], 16, 64, torch.bfloat16, generator)
+    q = torch.randn(10, 4, 64, generator=generator).bfloat16()
+    pages = torch.zeros(2, 3, 2, 16, 128).bfloat16().to("npu:0")[..., ::2]
+    k, slots = torch.randn(2, 2, 64, generator=generator).bfloat16().to("npu:0"), torch.tensor([1, 17]).to("npu:0")
+    with caplog.at_level("INFO", logger="atb_modules.kernels"):
+        _LOGGED.clear()
+        on_npu(paged_attention)(q, *where, SPECS["causal"], strategy="ascend")
+        cache_append(k, k, *pages, slots, strategy="ascend")
+    assert torch.equal(pages[0, 1, :, 1].cpu(), k[1].cpu())
+    texts = [record.message for record in caplog.records]
+    assert sum("paged_attention -> ascend goes by gathered keys" in text for text in texts) == 1
+    assert sum("cache_append -> ascend goes by plain PyTorch" in text for text in texts) == 1
 
 
 def test_a_decode_step_waits_for_nothing(npu):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -14,9 +13,14 @@ from atb_modules.kernels.ascend.socs import SOCS, Soc, find_soc
 _ASSUMED: ContextVar[Soc | None] = ContextVar("atb_modules_assumed_soc", default=None)
 
 
-@functools.cache
-def _found_soc() -> str:
+#: the chip's name once one was found; that none was found may change with the next import
+_FOUND: list[str] = []
+
+
+def _found_name() -> str:
     """The name of the first NPU's chip, a key of ``SOCS``; or a sentence, why none is known."""
+    if _FOUND:
+        return _FOUND[0]
     npu = getattr(torch, "npu", None)
     if npu is None:
         return "torch_npu is not imported"
@@ -25,13 +29,10 @@ def _found_soc() -> str:
     except Exception as error:  # whatever the driver says
         return f"no NPU answers ({error})"
     try:
-        return find_soc(name).name
+        _FOUND.append(find_soc(name).name)
     except ValueError:
         return f"the chip {name!r} is not among those whose rules are known"
-
-
-def _found_name() -> str:
-    return _found_soc()
+    return _FOUND[0]
 
 
 #: torch.compile calls it instead of tracing it: the chip does not change (what assume_constant_result marks)

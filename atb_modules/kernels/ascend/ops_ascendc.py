@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from atb_modules.kernels.ascend import ascendc
+from atb_modules.kernels.ascend.rules import recorded
 from atb_modules.kernels.host_values import host_values
 from atb_modules.kernels.pages import Pages
+from atb_modules.kernels.registry import note_detour
 from atb_modules.kernels.torch.cache import rotary_append_torch
 from atb_modules.kernels.torch.norm import add_rms_norm_torch, rms_norm_torch
 from atb_modules.kernels.torch.norm_linear import norm_linear_torch
@@ -35,22 +37,19 @@ def unbuilt_reason() -> str:
     return "" if ascendc.loaded() else _why_not()
 
 
-def _records(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def rms_norm_ascend_c(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_first: bool = False
 ) -> Tensor:
     """One pass over each row, statistics in float32, weights that count from 0 or 1, either order of rounding."""
     if not x.numel():
         return rms_norm_torch(x, weight, eps, weight_offset, cast_first)
-    if weight is not None and weight.dtype != x.dtype and cast_first:
-        return rms_norm_torch(x, weight, eps, weight_offset, cast_first)
+    if weight is not None and weight.dtype != x.dtype and cast_first:  # rounded, then times a wider weight
+        normed = rms_norm_ascend_c(x, None, eps)
+        return (normed * (weight.float() + weight_offset)).to(x.dtype)
     wide = weight is not None and weight.dtype != x.dtype
     rows = (x.float() if wide else x).reshape(-1, x.shape[-1]).contiguous()
     scale = None if weight is None else weight.to(rows.dtype)
-    keep = _records(x, weight)
+    keep = recorded(x, weight)
     normed, _ = _OPS.ascend_rms_norm(rows, scale, eps, weight_offset, cast_first, keep)
     return normed.to(x.dtype).reshape(x.shape)
 
@@ -70,7 +69,7 @@ def add_rms_norm_ascend_c(
         total = x + residual
         return rms_norm_ascend_c(total, weight, eps, weight_offset, cast_first), total
     rows = [t.reshape(-1, x.shape[-1]).contiguous() for t in (x, residual)]
-    keep = _records(x, residual, weight)
+    keep = recorded(x, residual, weight)
     normed, total, _ = _OPS.ascend_add_rms_norm(*rows, weight, eps, weight_offset, cast_first, keep)
     return normed.reshape(x.shape), total.reshape(x.shape)
 
@@ -108,6 +107,7 @@ def rotary_append_ascend_c(
     if not q.shape[0]:
         return
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        note_detour("rotary_append", "ascend_c", "plain PyTorch", "the pages are not contiguous")
         rotary_append_torch(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved)
         return
     turned, k, v = (_dense_heads(t.to(k_pages.dtype)) for t in (q, k, v))
@@ -133,6 +133,7 @@ def paged_attention_ascend_c(
     """One token a row, with pages loaded one ahead of the arithmetic; other rows in plain PyTorch."""
     counts = [b - a for a, b in itertools.pairwise(host_values(cu_seqlens_q))]
     if any(count != 1 for count in counts):
+        note_detour("paged_attention", "ascend_c", "plain PyTorch", "some rows have no query and others several")
         where = (block_table, kv_lengths, cu_seqlens_q, spec)
         return paged_attention_eager(q, k_pages, v_pages, *where, need_lse=need_lse)
     longest = max(host_values(kv_lengths), default=0)

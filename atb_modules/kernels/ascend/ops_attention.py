@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from atb_modules.kernels.ascend.rules import HALVES
 from atb_modules.kernels.ascend.structure import Structure, empty_rows, structure_of
 from atb_modules.kernels.host_values import host_values
+from atb_modules.kernels.registry import note_detour
 from atb_modules.overlays import Overlays
 from atb_modules.spec import AttentionSpec
 
@@ -37,6 +38,7 @@ def attention_ascend(
     if overlays is not None and overlays.cu_seqlens_q is not None:
         lengths = _packed_lengths(overlays)
         if lengths is None:  # a sequence with queries alone or keys alone: the packed layout knows none
+            note_detour("attention", "ascend", "a full mask", "a packed sequence has queries or keys alone")
             visible = spec.dense_mask(q.shape[2], k.shape[2], q.device, overlays)
             structure = Structure((~visible).contiguous(), visible=visible)
     empty = None

@@ -14,6 +14,7 @@ from atb_modules.kernels.ascend.ops_rows import rotary_ascend
 from atb_modules.kernels.ascend.structure import UNLIMITED, triangle
 from atb_modules.kernels.host_values import host_values, upload
 from atb_modules.kernels.pages import Pages
+from atb_modules.kernels.registry import note_detour
 from atb_modules.kernels.torch.cache import cache_append_torch
 from atb_modules.kernels.torch.paged import gather_pages
 from atb_modules.spec import AttentionSpec
@@ -200,6 +201,8 @@ def _gathered(
     spec: AttentionSpec,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    why = "queries of several tokens need pages of a multiple of 128 tokens, none of them behind a window"
+    note_detour("paged_attention", "ascend", "gathered keys and values", why)
     outs, lses = [], []
     for row, length in enumerate(lengths):
         queries = q[starts[row] : starts[row + 1]].transpose(0, 1).unsqueeze(0)
@@ -221,6 +224,7 @@ def cache_append_ascend(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, sl
     """ATB's ReshapeAndCache, which wants pages of (size, heads, channels): it gets each head of a page as a page."""
     assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     if not (k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape):
+        note_detour("cache_append", "ascend", "plain PyTorch", "the pages are not contiguous, or differ in shape")
         cache_append_torch(k, v, k_pages, v_pages, slots)
         return
     if not k.shape[0]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atb_modules.kernels.ascend.derived import constant, derived
-from atb_modules.kernels.ascend.rules import HALVES, is_310p
+from atb_modules.kernels.ascend.rules import HALVES, is_310p, recorded
 from atb_modules.kernels.torch.linear import linear_torch
 from atb_modules.kernels.torch.norm import add_layer_norm_torch, add_rms_norm_torch, rms_norm_torch
 
@@ -22,10 +22,6 @@ def _weight(x: Tensor, weight: Tensor | None) -> Tensor:
     return constant(("ones", width, dtype), x.device, lambda: torch.ones(width, dtype=dtype, device=x.device))
 
 
-def _recorded(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def rms_norm_ascend(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_first: bool = False
 ) -> Tensor:
@@ -38,7 +34,7 @@ def rms_norm_ascend(
 
 def _rms_norm(rows: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:
     half = rows.dtype in HALVES
-    if weight is not None and offset == 1.0 and not cast_first and not _recorded(rows, weight) and not is_310p():
+    if weight is not None and offset == 1.0 and not cast_first and not recorded(rows, weight) and not is_310p():
         return _NPU.npu_gemma_rms_norm(rows.contiguous(), weight.to(rows.dtype), eps)[0]
     if half and weight is not None and (offset or weight.dtype == torch.float32):
         # the operator takes weights of x's dtype; what that would round is computed in float32
@@ -93,7 +89,7 @@ def add_rms_norm_ascend(
         return rms_norm_ascend(total, weight, eps, weight_offset, cast_first), total
     rows = [t.reshape(-1, x.shape[-1]) for t in (x, residual)]
     scale = _weight(x, weight)
-    if _recorded(x, residual, weight):
+    if recorded(x, residual, weight):
         normed, total = _AddRMSNorm.apply(*rows, scale, eps)
     else:
         normed, _, total = _NPU.npu_add_rms_norm(*rows, scale, eps)
@@ -138,7 +134,7 @@ def _side_by_side(gate: Tensor, up: Tensor) -> Tensor:
         and gate.dim() > 1
         and gate.stride(-2) >= 2 * width
     )
-    if adjacent and not _recorded(gate, up):
+    if adjacent and not recorded(gate, up):
         return gate.as_strided((*gate.shape[:-1], 2 * width), gate.stride(), gate.storage_offset())
     return torch.cat([gate, up], dim=-1)
 

@@ -35,3 +35,8 @@ def chip_and_dtype(traits: Any, operator: str, allowed: tuple[torch.dtype, ...],
 def is_310p(soc: Soc | None = None) -> bool:
     soc = soc or current_soc()
     return soc is not None and soc.name == "ascend310p"
+
+
+def recorded(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

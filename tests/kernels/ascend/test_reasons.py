@@ -10,9 +10,9 @@ import dataclasses
 import pytest
 import torch
 
-from atb_modules.kernels.ascend import ops_ascendc
+from atb_modules.kernels.ascend import availability, ops_ascendc
 from atb_modules.kernels.ascend.availability import assume_soc
-from atb_modules.kernels.registry import kernels
+from atb_modules.kernels.registry import kernels, note_detour
 from atb_modules.kernels.traits import (
     ActivationTraits,
     AttentionTraits,
@@ -194,3 +194,24 @@ def test_a_kernel_that_is_not_built_says_so():
 def test_without_a_chip_the_reason_is_that():
     kernel = next(k for k in kernels("rms_norm") if k.strategy.value == "ascend")
     assert kernel.reasons_against(None, TRAITS["rms_norm"]) == ("no Ascend chip is known: torch_npu is not imported",)
+
+
+def test_a_chip_that_comes_later_is_found(monkeypatch):
+    """That torch_npu was not imported yet is not kept; what was found is."""
+    monkeypatch.setattr(availability, "_FOUND", [])
+    monkeypatch.delattr(torch, "npu", raising=False)
+    assert availability.current_soc() is None and availability.missing_soc() == "torch_npu is not imported"
+    asked = []
+    npu = type("npu", (), {"get_device_name": staticmethod(lambda index: asked.append(index) or "Ascend910B3")})
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    assert availability.current_soc().name == availability.current_soc().name == "ascend910b3"
+    assert asked == [0] and availability.missing_soc() == ""
+
+
+def test_detours_are_logged_once(caplog):
+    with caplog.at_level("INFO", logger="atb_modules.kernels"):
+        for _ in range(2):
+            note_detour("attention", "ascend", "a full mask", "a reason of this test")
+    assert [record.message for record in caplog.records] == [
+        "attention -> ascend goes by a full mask: a reason of this test"
+    ]
