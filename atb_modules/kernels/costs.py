@@ -143,6 +143,8 @@ _FITTED = _fitted()
 def predicted_seconds(op: str, strategy: str, spec: Any, traits: Any, cost: Cost) -> float:
     """Seconds that ``cost`` is predicted to take by the kernel of (op, strategy)."""
     if traits.device_type == "npu":
+        if strategy == "reference":  # the oracle, as above; some of it looks at values, for which the host waits
+            return _GENERAL[strategy].seconds(cost)
         return _NPU.seconds(cost) * (1.0 if strategy in ("ascend", "ascend_c") else _NPU_UNFUSED)
     rates = _FITTED.get(key(op, strategy, spec, traits))
     rates = rates or _FITTED.get(_name(op, strategy, traits, _kind(op, spec, traits))) or _GENERAL[strategy]

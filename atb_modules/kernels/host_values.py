@@ -49,11 +49,17 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def known_values(tensor: Tensor) -> tuple[int, ...] | None:
+    """What ``tensor`` holds, where that is known without waiting for the device."""
+    known = _KNOWN.get(tensor)
+    return known[1] if known is not None and known[0] == write_count(tensor) else None
+
+
 def host_values(tensor: Tensor) -> tuple[int, ...]:
     """What ``tensor`` holds. Waits for the device where nobody has said it and it was not read before."""
-    known, count = _KNOWN.get(tensor), write_count(tensor)
-    if known is not None and known[0] == count:
-        return known[1]
+    known, count = known_values(tensor), write_count(tensor)
+    if known is not None:
+        return known
     values = tuple(int(value) for value in tensor.tolist())
     if count is not None:
         _KNOWN[tensor] = (count, values)

@@ -10,6 +10,8 @@ import torch
 from atb_modules.attention.functional import attention, cache_append, paged_attention, rotary_append
 from atb_modules.attention.rope import rotary
 from atb_modules.kernels.ascend.prefetch import prefetch
+from atb_modules.kernels.host_values import remember
+from atb_modules.kernels.pages import QuantizedPages
 from atb_modules.mlp.experts import moe
 from atb_modules.mlp.functional import gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -41,8 +43,12 @@ def packed(grad=False):
     return out.sum().backward() if grad else None
 
 
-def paged(new, spec=CAUSAL):
-    pages = made(9, 3, 128, 64)
+def coded(*shape):
+    return QuantizedPages(made(*shape, dtype=torch.int8), made(*shape[:2], dtype=torch.float32))
+
+
+def paged(new, spec=CAUSAL, codes=False, size=128):
+    pages = (coded if codes else made)(9, 3, size, 64)
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32).to("npu:0")
     lengths, starts = torch.tensor([140, 9]).int().to("npu:0"), torch.tensor([0, new[0], sum(new)]).int().to("npu:0")
     paged_attention(made(sum(new), 6, 64), pages, pages, table, lengths, starts, spec, strategy="ascend")
@@ -59,8 +65,11 @@ def chain():
     return fused_mlp_residual_norm(x, x, up, up, down, norm_weight=made(32), norm_type="rmsnorm", strategy="ascend")
 
 
-def append(turned):
+def append(turned, codes=False):
     pages, token, slots = made(3, 2, 16, 64), made(4, 2, 64), torch.tensor([3, 17, 40, 5]).to("npu:0")
+    others = pages.clone()
+    if codes:
+        pages, others = coded(3, 2, 16, 64), coded(3, 2, 16, 64)
     if turned:
         angles = made(4, 32, dtype=torch.float32)
         rotary_append(
@@ -70,13 +79,31 @@ def append(turned):
             angles,
             angles,
             pages,
-            pages.clone(),
+            others,
             slots,
             interleaved=False,
             strategy="ascend",
         )
     else:
-        cache_append(token, token, pages, pages.clone(), slots, strategy="ascend")
+        cache_append(token, token, pages, others, slots, strategy="ascend")
+
+
+def int8_step():
+    """Two writes and a read of a decode step, once its tensors are there; the host knows the slots of the second."""
+    pages, token, q = [coded(9, 3, 128, 64) for _ in range(2)], made(2, 3, 64), made(2, 6, 64)
+    slots = [torch.tensor([139, 9]).to("npu:0") for _ in range(2)]
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32).to("npu:0")
+    lengths, starts = torch.tensor([140, 9]).int().to("npu:0"), torch.tensor([0, 1, 2]).int().to("npu:0")
+    for tensor, values in ((slots[1], [139, 9]), (lengths, [140, 9]), (starts, [0, 1, 2])):
+        remember(tensor, values)
+
+    def step():
+        for where in slots:
+            cache_append(token, token, *pages, where, strategy="ascend", trusted=True)
+        for spec in (CAUSAL, WINDOW):
+            paged_attention(q, *pages, table, lengths, starts, spec, strategy="ascend", trusted=True)
+
+    return step
 
 
 def normed(call, weights, grad=False):
@@ -124,6 +151,13 @@ CASES = {
     "decode over pages": lambda: paged((1, 1)),
     "decode in a window": lambda: paged((1, 1), WINDOW),
     "prefill over pages": lambda: paged((3, 5)),
+    "decode over int8 pages": lambda: paged((1, 1), codes=True),
+    "decode over int8 pages in a window": lambda: paged((1, 1), WINDOW, codes=True),
+    "decode over small int8 pages": lambda: paged((1, 1), codes=True, size=80),
+    "prefill over int8 pages": lambda: paged((3, 5), codes=True),
+    "append to int8 pages": lambda: append(False, codes=True),
+    "rotary append to int8 pages": lambda: append(True, codes=True),
+    "a step over int8 pages": int8_step,
     "cache append": lambda: append(False),
     "rotary append": lambda: append(True),
     "rotary half": lambda: turned("half"),
@@ -154,7 +188,10 @@ def outcome(case):
     """Names of what is launched, the refusal, or the error."""
     try:
         with dry_run() as launches:
-            case()
+            prepared = case()
+        if callable(prepared):  # what came before it does not count
+            with dry_run() as launches:
+                prepared()
     except ValueError as refusal:
         return {"refused": str(refusal)}
     except Exception as error:

@@ -19,6 +19,7 @@ TRAIN = ("aclnnFlashAttentionScore", "aclnnFlashAttentionScoreV4")
 BACKWARD = ("aclnnFlashAttentionScoreGrad", "aclnnFlashAttentionScoreGradV4", "aclnnFlashAttentionScoreGradV5")
 PACKED = ("aclnnFlashAttentionVarLenScoreV4", "aclnnFlashAttentionScoreV4")
 PACKED_BACKWARD = ("aclnnFlashAttentionUnpaddingScoreGradV4", "aclnnFlashAttentionUnpaddingScoreGradV5", *BACKWARD)
+CODES = ("aclnnIndexPutImpl", "aclop:IndexPutV2")
 
 #: case -> for each fused operator that it must launch, the names that it has on the SoCs
 FUSED = {
@@ -35,6 +36,13 @@ FUSED = {
     "decode over pages": [INFER],
     "decode in a window": [INFER],
     "prefill over pages": [INFER],
+    "decode over int8 pages": [INFER],
+    "decode over int8 pages in a window": [INFER],
+    "decode over small int8 pages": [INFER],
+    "prefill over int8 pages": [INFER],
+    "append to int8 pages": [CODES],
+    "rotary append to int8 pages": [CODES, ("aclnnRotaryPositionEmbeddingV2",)],
+    "a step over int8 pages": [CODES, INFER],
     "cache append": [("atb:ReshapeAndCache",)],
     "rotary append": [("atb:ReshapeAndCache",), ("aclnnRotaryPositionEmbeddingV2",)],
     "rotary half": [("aclnnRotaryPositionEmbeddingV2", "aclop:RotaryMul")],
@@ -61,7 +69,8 @@ FUSED = {
 }
 #: What 310P has no operator for; everything else runs there.
 REFUSED_ON_310P = {name for name in CASES if name.startswith(("attention", "decode", "prefill", "SwiGLU"))}
-REFUSED_ON_310P |= {"cache append", "rotary append", "rotary interleaved"}
+REFUSED_ON_310P |= {"a step over int8 pages"}
+REFUSED_ON_310P |= {"cache append", "rotary append", "rotary append to int8 pages", "rotary interleaved"}
 REFUSED_ON_310P |= {"weight-only product in groups", "quantised product"}
 REFUSED_ON_310P |= {"experts", "experts with biases", "feed-forward with its norm"}
 
@@ -96,3 +105,10 @@ def test_the_host_code_takes_what_the_records_accept(outcomes, soc, name):
         return
     for names in FUSED[name]:
         assert set(names) & set(outcome["launches"]), outcome["launches"]
+
+
+@pytest.mark.parametrize("soc", [soc for soc in SOCS if soc != "ascend310p"])
+def test_torch_npus_host_code_waits_nowhere_in_a_step_over_int8_pages(outcomes, soc):
+    launches = outcomes[soc]["a step over int8 pages"]["launches"]
+    assert len(launches) > 100 and not [name for name in launches if name.startswith("host:")]
+    assert any(name.startswith("host:") for name in outcomes[soc]["decode over int8 pages"]["launches"]), "they show"

@@ -23,6 +23,8 @@ from atb_modules.testing.npu import EmulatedNPU, OperatorError
 from atb_modules.testing.npu.binding import bind
 
 from .helpers import DEVICE, draw, in_float64, on_device
+from .test_codes import filled as filled_codes
+from .test_codes import on_device as codes_on_device
 from .test_paged_parity import filled
 
 HALF = torch.float16
@@ -110,6 +112,16 @@ def decode(generator):
     rest = [t.to(DEVICE) for t in (*pages, *where[2:])]
     out, _ = paged_attention(q.to(DEVICE), *rest, CAUSAL, strategy="ascend")
     want, _ = paged_attention_reference(q.double(), *(t.double() for t in pages), *where[2:], CAUSAL)
+    return [(out, want)]
+
+
+def over_codes(generator):
+    pages, where = filled_codes([30, 63, 200], [1, 1, 1], 32, 32, generator)
+    q = draw(generator, 3, 6, 32, dtype=HALF)
+    exact = [p.dequantized(torch.float64) for p in pages]
+    rest = [t.to(DEVICE) for t in where]
+    out, _ = paged_attention(q.to(DEVICE), *codes_on_device(pages), *rest, CAUSAL, strategy="ascend")
+    want, _ = paged_attention_reference(q.double(), *exact, *where, CAUSAL)
     return [(out, want)]
 
 
@@ -222,6 +234,22 @@ FAULTS = {
     "rows of the block table": (decode, INFER, lambda c: {"block_table": c["block_table"].roll(1, 0).contiguous()}),
     "a key too few": (decode, INFER, lambda c: {"actual_seq_kvlen": [n - 1 for n in c["actual_seq_kvlen"]]}),
     "a key too many": (decode, INFER, lambda c: {"actual_seq_kvlen": [n + 1 for n in c["actual_seq_kvlen"]]}),
+    "scales of the values for the keys": (
+        over_codes,
+        INFER,
+        lambda c: {"dequant_scale_key": c["dequant_scale_value"], "dequant_scale_value": c["dequant_scale_key"]},
+    ),
+    "scales of another row": (over_codes, INFER, lambda c: {"dequant_scale_key": c["dequant_scale_key"].roll(1, 0)}),
+    "scales of another head": (over_codes, INFER, lambda c: {"dequant_scale_value": c["dequant_scale_value"].flip(1)}),
+    "scales of another page": (
+        over_codes,
+        INFER,
+        lambda c: {"dequant_scale_key": c["dequant_scale_key"].roll(32, -1)},
+    ),
+    "scales by place of scales by token": (over_codes, INFER, lambda c: {"key_quant_mode": 5, "value_quant_mode": 5}),
+    "one mode of two": (over_codes, INFER, lambda c: {"value_quant_mode": 1}),
+    "codes without scales": (over_codes, INFER, lambda c: {"dequant_scale_key": None, "dequant_scale_value": None}),
+    "a code's key too few": (over_codes, INFER, lambda c: {"actual_seq_kvlen": [n - 1 for n in c["actual_seq_kvlen"]]}),
     "slots shifted": (append, PAGES, lambda c: {"slot_indices": c["slot_indices"] + 1}),
     "pages exchanged": (append, PAGES, lambda c: {"key": c["value"], "value": c["key"]}),
     "cos and sin exchanged": (turned, "npu::npu_rotary_mul", lambda c: {"r1": c["r2"], "r2": c["r1"]}),

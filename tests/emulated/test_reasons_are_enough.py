@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from atb_modules.attention.functional import attention, cache_append, paged_attention
 from atb_modules.attention.rope import rotary
 from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.pages import QuantizedPages
 from atb_modules.mlp.functional import gated_activation
 from atb_modules.norm.functional import add_layer_norm, add_rms_norm, rms_norm
 from atb_modules.spec import AttentionSpec
@@ -108,11 +109,14 @@ def test_attention(soc, dtype, spec, kv_heads, group, rows, columns, head_dim, n
     head_dim=st.sampled_from([8, 16, 80, 128, 512, 528]),
     new=st.sampled_from([(1, 1), (3, 1), (1, 0), (2, 5)]),
     return_lse=st.booleans(),
+    codes=st.booleans(),
 )
 @EVERY
-def test_paged_attention(soc, dtype, window, kv_heads, group, page_size, head_dim, new, return_lse):
+def test_paged_attention(soc, dtype, window, kv_heads, group, page_size, head_dim, new, return_lse, codes):
     with machine(soc):
-        pages = made((5, kv_heads, page_size, head_dim), dtype)
+        pages = made((5, kv_heads, page_size, head_dim), torch.int8 if codes else dtype)
+        if codes:
+            pages = QuantizedPages(pages, made((5, kv_heads), torch.float32))
         q = made((sum(new), kv_heads * group, head_dim), dtype)
         table = torch.tensor([[3, 1], [0, -1]], dtype=torch.int32).to(DEVICE)
         lengths = torch.tensor([page_size + 3, 5], dtype=torch.int32).to(DEVICE)
@@ -127,11 +131,14 @@ def test_paged_attention(soc, dtype, window, kv_heads, group, page_size, head_di
     kv_heads=st.sampled_from([1, 3]),
     page_size=st.sampled_from([1, 16, 100, 512]),
     head_dim=st.sampled_from([1, 64, 80, 512]),
+    codes=st.booleans(),
 )
 @EVERY
-def test_cache_append(soc, dtype, kv_heads, page_size, head_dim):
+def test_cache_append(soc, dtype, kv_heads, page_size, head_dim, codes):
     with machine(soc):
-        pages = [made((3, kv_heads, page_size, head_dim), dtype) for _ in range(2)]
+        pages = [made((3, kv_heads, page_size, head_dim), torch.int8 if codes else dtype) for _ in range(2)]
+        if codes:
+            pages = [QuantizedPages(memory, made((3, kv_heads), torch.float32)) for memory in pages]
         tokens = made((2, kv_heads, head_dim), dtype)
         runs_or_is_refused(cache_append, tokens, tokens, *pages, torch.tensor([0, 2]).to(DEVICE))
 

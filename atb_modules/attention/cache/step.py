@@ -14,6 +14,9 @@ from atb_modules.kernels.host_values import freeze, remember, upload
 
 from .book import PageBook
 
+#: longest step whose slots are kept as numbers of the host, too, for what is made of them there
+_MOST_KNOWN_SLOTS = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
@@ -113,6 +116,7 @@ class StepBuilder:
         kv_lengths = torch.tensor(total, dtype=torch.int32)
         tables = [group.table.view(batch) for group in self._book.groups]
         if self._device.type != "cpu":
+            hosted = slots
             cu_seqlens, positions, kv_lengths, *rest = (
                 upload(part, self._device) for part in (cu_seqlens, positions, kv_lengths, *slots, *tables)
             )
@@ -122,6 +126,9 @@ class StepBuilder:
             remember(cu_seqlens, starts)
             remember(kv_lengths, total)
             freeze(*slots, *tables)
+            if starts[-1] <= _MOST_KNOWN_SLOTS:
+                for there, here in zip(slots, hosted, strict=True):
+                    remember(there, here.tolist())
         return CacheStep(
             query_lengths=lengths,
             past_lengths=past,

@@ -9,17 +9,20 @@ from torch import Tensor
 
 from atb_modules.kernels.ascend.derived import derived
 from atb_modules.kernels.ascend.ops_attention import attention_ascend
+from atb_modules.kernels.ascend.ops_codes import append_codes, first_blocks, scales_by_token, takes_codes, written_out
 from atb_modules.kernels.ascend.ops_latent import LATENT, ROPE, latent_decode
 from atb_modules.kernels.ascend.ops_rows import rotary_ascend
 from atb_modules.kernels.ascend.structure import UNLIMITED, triangle
 from atb_modules.kernels.host_values import host_values, upload
-from atb_modules.kernels.pages import Pages
+from atb_modules.kernels.pages import Pages, QuantizedPages
 from atb_modules.kernels.registry import note_detour
 from atb_modules.kernels.torch.cache import cache_append_torch
 from atb_modules.kernels.torch.paged import gather_pages
 from atb_modules.spec import AttentionSpec
 
 _NPU = torch.ops.npu
+#: "per-token with per-head": scales float32 (B, KV_N, KV_S) of keys and values of int8
+BY_TOKEN_AND_HEAD = 3
 
 
 def paged_attention_ascend(
@@ -38,12 +41,21 @@ def paged_attention_ascend(
     """One token a row in one call of npu_fused_infer_attention_score_v2; several over pages of 128 tokens, too.
 
     Longer queries over other page sizes, which that operator does not take, are gathered a row at a time. Latent
-    attention, whose pages are keys and values at once, has an operator for one token a row.
+    attention, whose pages are keys and values at once, has an operator for one token a row. int8 pages are read as they
+    lie by one token a row; for longer queries, "page attention does not support pseudo-quantisation", and they are
+    written out first.
     """
-    assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     starts, lengths = host_values(cu_seqlens_q), host_values(kv_lengths)
     queries = [b - a for a, b in itertools.pairwise(starts)]
+    if isinstance(k_pages, QuantizedPages):
+        assert isinstance(v_pages, QuantizedPages)
+        block_table = first_blocks(block_table, max(lengths, default=0), k_pages.shape[2])
+        if not (max(queries) == 1 and takes_codes(k_pages) and takes_codes(v_pages)):
+            why = "codes are read as they lie by one token a row, in pages and heads of a multiple of 32"
+            note_detour("paged_attention", "ascend", "pages written out", why)
+            k_pages, v_pages, block_table = written_out(k_pages, v_pages, block_table, q.dtype)
     if q.shape[-1] == LATENT + ROPE:
+        assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
         if max(queries) == 1 and k_pages.is_contiguous():
             scale = spec.scale_for(q.shape[-1])
             return latent_decode(q, k_pages, block_table, kv_lengths, queries, lengths, scale), None
@@ -52,6 +64,7 @@ def paged_attention_ascend(
         return _decode(q, k_pages, v_pages, block_table, kv_lengths, lengths, spec, need_lse)
     if max(queries) == 1:
         return _some_rows(q, k_pages, v_pages, block_table, kv_lengths, queries, spec, need_lse)
+    assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     if k_pages.shape[2] % 128 == 0 and not _blocks_behind(spec, queries, lengths, k_pages.shape[2]):
         return _prefill(q, k_pages, v_pages, block_table, queries, lengths, spec, need_lse)
     return _gathered(q, k_pages, v_pages, block_table, starts, lengths, spec, need_lse)
@@ -59,8 +72,8 @@ def paged_attention_ascend(
 
 def _some_rows(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     table: Tensor,
     kv_lengths: Tensor,
     queries: list[int],
@@ -82,7 +95,14 @@ def _blocks_behind(spec: AttentionSpec, queries: list[int], lengths: tuple[int, 
     return any(length - count - spec.left >= size for count, length in zip(queries, lengths, strict=True))
 
 
-def _fused(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, need_lse: bool, **said) -> tuple[Tensor, Tensor]:
+def _fused(q: Tensor, k_pages: Pages, v_pages: Pages, table: Tensor, need_lse: bool, **said) -> tuple[Tensor, Tensor]:
+    """One call over pages. Codes come with the scale of every token of a row and head, mode 3."""
+    if isinstance(k_pages, QuantizedPages) and isinstance(v_pages, QuantizedPages):
+        scales = [scales_by_token(pages, table) for pages in (k_pages, v_pages)]
+        said |= {"dequant_scale_key": scales[0], "dequant_scale_value": scales[1]}
+        said |= {"key_quant_mode": BY_TOKEN_AND_HEAD, "value_quant_mode": BY_TOKEN_AND_HEAD}
+        k_pages, v_pages = k_pages.codes, v_pages.codes
+    assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     return _NPU.npu_fused_infer_attention_score_v2(
         q,
         k_pages,
@@ -99,8 +119,8 @@ def _fused(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, need_lse:
 
 def _decode(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     table: Tensor,
     kv_lengths: Tensor,
     lengths: tuple[int, ...],
@@ -143,9 +163,9 @@ def _moved(table: Tensor, firsts: list[int], width: int) -> Tensor:
 
 
 def _before(device: torch.device, seen: list[int], left: int, columns: int) -> Tensor:
-    """bool (batch, columns), True = hidden: what the first block holds from before the window."""
+    """bool (batch, 1, 1, columns), True = hidden: what the first block holds from before the window."""
     first = upload(torch.tensor([max(0, length - 1 - left) for length in seen]), device)
-    return torch.arange(columns, device=device) < first[:, None]
+    return (torch.arange(columns, device=device) < first[:, None])[:, None, None]
 
 
 def _prefill(
@@ -221,7 +241,14 @@ def _gathered(
 
 
 def cache_append_ascend(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
-    """ATB's ReshapeAndCache, which wants pages of (size, heads, channels): it gets each head of a page as a page."""
+    """ATB's ReshapeAndCache, which wants pages of (size, heads, channels): it gets each head of a page as a page.
+
+    It writes no codes: those are written by operators of PyTorch.
+    """
+    if isinstance(k_pages, QuantizedPages):
+        assert isinstance(v_pages, QuantizedPages)
+        append_codes(k, v, k_pages, v_pages, slots)
+        return
     assert isinstance(k_pages, Tensor) and isinstance(v_pages, Tensor)
     if not (k_pages.is_contiguous() and v_pages.is_contiguous() and k_pages.shape == v_pages.shape):
         note_detour("cache_append", "ascend", "plain PyTorch", "the pages are not contiguous, or differ in shape")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from atb_modules.kernels.ascend import ops_paged, ops_rows
 from atb_modules.kernels.ascend.ops_latent import latent_reasons
 from atb_modules.kernels.ascend.rules import FLOATS, HALVES, chip_and_dtype, is_310p, short
@@ -83,10 +85,11 @@ def _rotary_cost(spec: None, traits: RotaryTraits) -> Cost:
 
 def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
     def reasons() -> Iterator[str]:
+        codes = traits.page_dtype == torch.int8  # written by PyTorch's own operators, which run everywhere
         operator = "atb::_npu_reshape_and_cache"
-        yield from chip_and_dtype(traits, operator, FLOATS, on_310p=False)
-        if traits.page_dtype not in FLOATS:
-            yield f"{operator} writes no codes, the pages are {short(traits.page_dtype)}"
+        yield from chip_and_dtype(traits, operator, FLOATS, on_310p=codes and not traits.rotary)
+        if traits.page_dtype not in FLOATS and not codes:
+            yield f"{operator} writes no {short(traits.page_dtype)}"
         if traits.rotary and traits.head_dim >= 896:
             yield f"npu_rotary_mul takes fewer than 896 channels, the call has {traits.head_dim}"
 
@@ -95,7 +98,8 @@ def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
 
 def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
     elements = 1.0 * traits.tokens * traits.num_kv_heads * traits.head_dim * traits.dtype.itemsize
-    return Cost(bytes=(16.0 if traits.rotary else 4.0) * elements, calls=6.0 if traits.rotary else 1.0)
+    codes = 70.0 if traits.page_dtype == torch.int8 else 0.0
+    return Cost(bytes=(16.0 if traits.rotary else 4.0) * elements, calls=codes + (6.0 if traits.rotary else 1.0))
 
 
 def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
@@ -119,8 +123,9 @@ def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
 
 def _fused_paged(operator: str, traits: PagedAttentionTraits) -> Iterator[str]:
     yield from chip_and_dtype(traits, operator, HALVES, on_310p=False)
-    if traits.page_dtype != traits.dtype:
-        yield f"{operator} takes pages of the queries' {short(traits.dtype)}, these are {short(traits.page_dtype)}"
+    if traits.page_dtype not in (traits.dtype, torch.int8):
+        taken = f"{short(traits.dtype)} or int8"
+        yield f"{operator} takes pages of the queries' {taken}, these are {short(traits.page_dtype)}"
     if traits.head_dim > 512 or traits.head_dim % 16:
         yield f"{operator} takes head sizes up to 512 in steps of 16, the call has {traits.head_dim}"
     if traits.num_heads // traits.num_kv_heads > 64:
@@ -141,13 +146,16 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
         * traits.num_kv_heads
         * kv_len
         * traits.head_dim
-        * traits.dtype.itemsize
+        * traits.page_dtype.itemsize
     )
-    gathers = traits.total > traits.batch and (traits.page_size % 128 != 0 or traits.head_dim > 512)
+    codes, several = traits.page_dtype == torch.int8, traits.total > traits.batch
+    if codes and (several or traits.page_size % 32 or traits.head_dim % 32):  # written out in the queries' dtype
+        moved *= 1.0 + 4.0 + 2.0 * traits.dtype.itemsize
+    gathers = several and (traits.page_size % 128 != 0 or traits.head_dim > 512)
     return Cost(
         operations=4.0 * traits.total * traits.num_heads * kv_len * traits.head_dim,
         bytes=moved * (3.0 if gathers else 1.0),
-        calls=3.0 + (6.0 * traits.batch if gathers else 0.0),
+        calls=3.0 + (10.0 if codes else 0.0) + (6.0 * traits.batch if gathers else 0.0),
     )
 
 

@@ -34,20 +34,52 @@ def _append_codes(states: Tensor, pages: QuantizedPages, page: Tensor, offset: T
     heads = states.shape[1]
     held = torch.full_like(touched, pages.shape[2]).scatter_reduce(0, of, offset, "amin")
     needed = states.new_zeros(touched.numel(), heads)
-    largest = states.abs().amax(dim=-1) / LARGEST_CODE
-    needed = needed.scatter_reduce(0, of[:, None].expand(-1, heads), largest, "amax")
-    before = pages.scales[touched].masked_fill((held == 0)[:, None], 0.0)
-    after = torch.maximum(before, needed)
+    needed = needed.scatter_reduce(0, of[:, None].expand(-1, heads), needed_scales(states), "amax")
+    write_codes(states, pages, page, offset, touched, of, held, needed)
+
+
+def needed_scales(states: Tensor) -> Tensor:
+    """The scale that each vector (..., head_dim) needs for itself: (...)."""
+    return states.abs().amax(dim=-1) / LARGEST_CODE
+
+
+def write_codes(
+    states: Tensor,
+    pages: QuantizedPages,
+    page: Tensor,
+    offset: Tensor,
+    touched: Tensor,
+    of: Tensor,
+    held: Tensor,
+    needed: Tensor,
+    some: Tensor | None = None,
+) -> None:
+    """float32 states (tokens, kv_heads, head_dim) as codes to ``offset`` of ``page`` (tokens,).
+
+    Args:
+        touched: (n,) the pages that change; repeats of a page must come with the same ``held`` and ``needed``.
+        of: (tokens,), where in ``touched`` each token's page stands.
+        held: (n,), how many tokens of the page stay.
+        needed: (n, kv_heads), the scales that the new tokens need.
+        some: bool (), whether anything is written at all; None: yes.
+    """
+    before = pages.scales[touched]
+    filled = before.masked_fill((held == 0)[:, None], 0.0)
+    after = torch.maximum(filled, needed)
     # Where nothing grows the ratio is 1, and rounding changes nothing; codes from the first new slot on are not kept.
-    ratio = torch.where(after > before, before / after, 1.0)
+    ratio = torch.where(after > filled, filled / after, 1.0)
     kept = (torch.arange(pages.shape[2], device=held.device) < held[:, None])[:, None, :, None]
     codes = pages.codes[touched]
-    rounded = (codes.float() * ratio[:, :, None, None]).round().to(torch.int8)
-    pages.codes[touched] = torch.where(kept, rounded, codes)
-    pages.scales[touched] = after
+    rounded = torch.where(kept, (codes.float() * ratio[:, :, None, None]).round().to(torch.int8), codes)
     scale = after.where(after > 0.0, 1.0)[of][:, :, None]
     limit = float(LARGEST_CODE)
-    pages.codes[page, :, offset] = (states / scale).round().clamp(-limit, limit).to(torch.int8)
+    new = (states / scale).round().clamp(-limit, limit).to(torch.int8)
+    if some is not None:
+        rounded, after = torch.where(some, rounded, codes), torch.where(some, after, before)
+        new = torch.where(some, new, pages.codes[page, :, offset])
+    pages.codes[touched] = rounded
+    pages.scales[touched] = after
+    pages.codes[page, :, offset] = new
 
 
 def rotary_append_torch(
@@ -72,7 +104,8 @@ def _no_reasons(spec: object, traits: object) -> tuple[str, ...]:
 
 def _cost(spec: None, traits: CacheAppendTraits) -> Cost:
     elements = 1.0 * traits.tokens * traits.num_kv_heads * traits.head_dim
-    return Cost(bytes=(40.0 if traits.rotary else 12.0) * elements, calls=25 if traits.rotary else 9)
+    codes = 20 if traits.page_dtype == torch.int8 else 0
+    return Cost(bytes=(40.0 if traits.rotary else 12.0) * elements, calls=codes + (25 if traits.rotary else 9))
 
 
 register(Kernel("cache_append", CacheStrategy.TORCH, cache_append_torch, _no_reasons, _cost))

@@ -92,9 +92,9 @@ FORBIDDEN = [
         "paged_attention",
         "ascend",
         "910b1",
-        {"page_dtype": INT8},
+        {"page_dtype": FP32},
         CAUSAL,
-        "pages of the queries' float16, these are int8",
+        "pages of the queries' float16 or int8, these are float32",
     ),
     ("paged_attention", "ascend", "910b1", {}, AttentionSpec(causal=True, softcap=5.0), "has no softcap"),
     ("paged_attention", "ascend", "910b1", {"has_sinks": True}, CAUSAL, "takes sinks in its packed layouts alone"),
@@ -129,7 +129,12 @@ FORBIDDEN = [
     ("rotary", "ascend", "910b1", {"head_dim": 896, "rotary_dim": 896}, None, "fewer than 896 channels"),
     ("rotary", "ascend", "910b1", {"interleaved": True, "num_heads": 1000}, None, "fewer than 1000 heads"),
     ("cache_append", "ascend", "310p", {}, None, "does not run on Ascend310P3"),
-    ("cache_append", "ascend", "910b1", {"page_dtype": INT8}, None, "writes no codes, the pages are int8"),
+    ("paged_attention", "ascend", "910b1", {"dtype": FP32, "page_dtype": INT8}, CAUSAL, "takes float16, bfloat16"),
+    ("paged_attention", "ascend", "310p", {"page_dtype": INT8}, CAUSAL, "does not run on Ascend310P3"),
+    ("paged_attention", "ascend", "910b1", {"page_dtype": INT8, "page_size": 8}, CAUSAL, "pages of 16 to 512 tokens"),
+    ("cache_append", "ascend", "910b1", {"page_dtype": torch.int16}, None, "writes no int16"),
+    ("cache_append", "ascend", "910b1", {"dtype": torch.float64, "page_dtype": INT8}, None, "the call is float64"),
+    ("rotary_append", "ascend", "310p", {"page_dtype": INT8}, None, "does not run on Ascend310P3"),
     ("rotary_append", "ascend", "910b1", {"head_dim": 896}, None, "fewer than 896 channels"),
     ("attention", "ascend_c", "950", {}, CAUSAL, "cores that stand apart (910B, 910_93), not for Ascend950PR_9599"),
     ("attention", "ascend_c", "910b1", {"requires_grad": True}, CAUSAL, "our flash kernel has no backward"),
@@ -181,6 +186,17 @@ def test_the_same_calls_without_the_change_are_served(monkeypatch, op, strategy)
         return
     spec = CAUSAL if "attention" in op else None
     assert reasons(op, strategy, "910b1", {}, spec, monkeypatch) == ()
+
+
+@pytest.mark.parametrize("op", ["cache_append", "rotary_append", "paged_attention"])
+@pytest.mark.parametrize("chip", ["910b1", "910_93", "950"])
+def test_int8_pages_are_served(monkeypatch, op, chip):
+    spec = CAUSAL if op == "paged_attention" else None
+    assert reasons(op, "ascend", chip, {"page_dtype": INT8}, spec, monkeypatch) == ()
+
+
+def test_codes_are_written_on_every_chip(monkeypatch):
+    assert reasons("cache_append", "ascend", "310p", {"page_dtype": INT8}, None, monkeypatch) == ()
 
 
 def test_a_kernel_that_is_not_built_says_so():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from atb_modules.testing.npu.references.attention_math import attend, structure
+from atb_modules.testing.npu.references.infer_codes import Codes
 from atb_modules.testing.npu.references.infer_rules import InferInputs
 from atb_modules.testing.npu.references.registry import reference
 
@@ -28,6 +29,8 @@ def fused_infer_attention_score_v2(
     actual_seq_qlen: Sequence[int] | None = None,
     actual_seq_kvlen: Sequence[int] | None = None,
     block_table: Tensor | None = None,
+    dequant_scale_key: Tensor | None = None,
+    dequant_scale_value: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     num_query_heads: int = 1,
     num_key_value_heads: int = 0,
@@ -37,6 +40,8 @@ def fused_infer_attention_score_v2(
     input_layout: str = "BSH",
     sparse_mode: int = 0,
     block_size: int = 0,
+    key_quant_mode: int = 0,
+    value_quant_mode: int = 0,
     inner_precise: int = 0,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -47,11 +52,14 @@ def fused_infer_attention_score_v2(
 
     Not documented, and made to show here: query rows beyond actual_seq_qlen are NaN, and the LSE of a row that sees
     nothing is plus infinity. A block id out of range reads NaN.
+
+    int8 keys and values come with ``dequant_scale_key`` and ``dequant_scale_value``: see ``infer_codes``.
     """
+    codes = Codes(dequant_scale_key, dequant_scale_value, key_quant_mode, value_quant_mode)
     inputs = InferInputs(
         query, key, value, query_rope, key_rope, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table,
         learnable_sink, num_query_heads, num_key_value_heads or num_query_heads, softmax_scale, pre_tokens,
-        next_tokens, input_layout, sparse_mode, block_size, inner_precise,
+        next_tokens, input_layout, sparse_mode, block_size, inner_precise, codes,
     )  # fmt: skip
     results = []
     for place, (q, k, v, rows) in enumerate(inputs.sequences()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from atb_modules.testing.npu.references.attention_math import (
     require_cumulative,
     split_sequences,
 )
+from atb_modules.testing.npu.references.infer_codes import Codes
 from atb_modules.testing.npu.references.pages import gather_pages
 from atb_modules.testing.npu.references.rules import (
     HALVES,
@@ -60,15 +61,17 @@ class InferInputs:
     mode: int
     block_size: int
     inner_precise: int
+    codes: Codes = field(default_factory=Codes)
 
     def __post_init__(self) -> None:
         require_not_310p()
         require(self.input_layout in LAYOUTS, f"input_layout is {self.input_layout!r}; supported: {', '.join(LAYOUTS)}")
         self.layout_in, self.layout_out = LAYOUTS[self.input_layout]
         self.packed = self.layout_in in ("TND", "NTD")
-        for name, tensor in (("query", self.query), ("key", self.key), ("value", self.value)):
-            require_dtype(name, tensor, HALVES)
-        require_same_dtype(query=self.query, key=self.key, value=self.value)
+        require_dtype("query", self.query, HALVES)
+        self.codes.check_dtypes(self.key, self.value)
+        if not self.codes.given:
+            require_same_dtype(query=self.query, key=self.key, value=self.value)
         require_contiguous(query=self.query, key=self.key, value=self.value, atten_mask=self.mask)
         require_contiguous(query_rope=self.query_rope, key_rope=self.key_rope)
         require((self.query_rope is None) == (self.key_rope is None), "query_rope and key_rope come together")
@@ -83,6 +86,8 @@ class InferInputs:
             self._check_packed()
         self._check_mode()
         self._check_sink()
+        if self.codes.given:
+            self.codes.check_call(self.layout_in, self.longest_q, self.key, self.kv_heads, self.table, self.mask)
 
     @property
     def effective_mode(self) -> int:
@@ -93,6 +98,8 @@ class InferInputs:
         """(query, key, value, valid query rows) of each sequence; the rope channels stand behind the others."""
         queries = self._queries(self.query)
         keys, values = self._keys(self.key), self._keys(self.value)
+        if self.codes.given:
+            keys, values = self.codes.dequantised(keys, values, self.table)
         if self.query_rope is not None and self.key_rope is not None:
             queries = [torch.cat(pair, -1) for pair in zip(queries, self._queries(self.query_rope), strict=True)]
             keys = [torch.cat(pair, -1) for pair in zip(keys, self._keys(self.key_rope), strict=True)]
