@@ -35,10 +35,10 @@ WINDOW = AttentionSpec(causal=True, window=(10, None))
 class Tampered(EmulatedNPU):
     """The emulated NPU with one operator whose calls are changed on the way to it."""
 
-    def __init__(self, operator, change):
-        super().__init__(check_meta=False)
+    def __init__(self, operator, change, soc=None):
+        super().__init__(check_meta=False, soc=soc)
         self.operator, self.change, self.hits = operator, change, 0
-        self.inside = EmulatedNPU(check_meta=False)
+        self.inside = EmulatedNPU(check_meta=False, soc=soc)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name == self.operator:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from atb_modules.kernels.ascend.rules import HALVES
+from atb_modules.kernels.ascend.ops_prompt import prompt_attention
+from atb_modules.kernels.ascend.rules import HALVES, is_310p
 from atb_modules.kernels.ascend.structure import Structure, empty_rows, structure_of
 from atb_modules.kernels.host_values import host_values
 from atb_modules.kernels.registry import note_detour
@@ -33,7 +34,9 @@ def attention_ascend(
     dropout_p: float = 0.0,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One fused call; grouped heads share k and v without a copy."""
+    """One fused call; grouped heads share k and v without a copy, but for the inference chip 310P."""
+    if is_310p():
+        return prompt_attention(q, k, v, spec, mask, overlays), None
     structure, lengths = structure_of(spec, q, k.shape[2], mask, alibi_slopes, overlays), None
     if overlays is not None and overlays.cu_seqlens_q is not None:
         lengths = _packed_lengths(overlays)

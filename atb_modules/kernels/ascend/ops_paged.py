@@ -12,6 +12,7 @@ from atb_modules.kernels.ascend.ops_attention import attention_ascend
 from atb_modules.kernels.ascend.ops_codes import append_codes, first_blocks, scales_by_token, takes_codes, written_out
 from atb_modules.kernels.ascend.ops_latent import LATENT, ROPE, latent_decode
 from atb_modules.kernels.ascend.ops_rows import rotary_ascend
+from atb_modules.kernels.ascend.rules import is_310p
 from atb_modules.kernels.ascend.structure import UNLIMITED, triangle
 from atb_modules.kernels.host_values import host_values, upload
 from atb_modules.kernels.pages import Pages, QuantizedPages
@@ -47,6 +48,9 @@ def paged_attention_ascend(
     """
     starts, lengths = host_values(cu_seqlens_q), host_values(kv_lengths)
     queries = [b - a for a, b in itertools.pairwise(starts)]
+    if is_310p():
+        why = "the chip's attention of prompts reads no pages"
+        return _gathered(q, k_pages, v_pages, block_table, starts, lengths, spec, need_lse, why)
     if isinstance(k_pages, QuantizedPages):
         assert isinstance(v_pages, QuantizedPages)
         block_table = first_blocks(block_table, max(lengths, default=0), k_pages.shape[2])
@@ -213,15 +217,15 @@ def _prefill(
 
 def _gathered(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     table: Tensor,
     starts: tuple[int, ...],
     lengths: tuple[int, ...],
     spec: AttentionSpec,
     need_lse: bool,
+    why: str = "queries of several tokens need pages of a multiple of 128 tokens, none of them behind a window",
 ) -> tuple[Tensor, Tensor | None]:
-    why = "queries of several tokens need pages of a multiple of 128 tokens, none of them behind a window"
     note_detour("paged_attention", "ascend", "gathered keys and values", why)
     outs, lses = [], []
     for row, length in enumerate(lengths):
@@ -232,7 +236,7 @@ def _gathered(
             outs.append(torch.zeros_like(queries[0]))
             lses.append(queries.new_full(queries.shape[1:3], float("-inf"), dtype=torch.float32))
             continue
-        k, v = (gather_pages(pages, table[row], length).unsqueeze(0) for pages in (k_pages, v_pages))
+        k, v = (gather_pages(pages, table[row], length).unsqueeze(0).to(q.dtype) for pages in (k_pages, v_pages))
         out, lse = attention_ascend(queries, k, v, spec, need_lse=need_lse)
         outs.append(out[0])
         if lse is not None:

@@ -1,12 +1,15 @@
-"""The registry's record of attention on NPUs: the documented limits of the two fused operators, and the cost."""
+"""The registry's record of attention on NPUs: the documented limits of the fused operators, and the cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from atb_modules.kernels.ascend.availability import current_soc
 from atb_modules.kernels.ascend.ops_attention import attention_ascend
-from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype
+from atb_modules.kernels.ascend.ops_prompt import padded_length, padded_width
+from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype, is_310p
 from atb_modules.kernels.ascend.structure import LARGEST_MASK, compressible
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
@@ -21,9 +24,55 @@ def _needs_full_mask(spec: AttentionSpec, traits: AttentionTraits) -> bool:
     return not compressible(spec, traits.q_len, traits.kv_len, packed=bool(traits.segments))
 
 
+def _prompt_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
+    """Of the inference chip 310P, which has no attention of training."""
+    operator, soc = "npu_prompt_flash_attention", current_soc()
+    assert soc is not None
+    yield from chip_and_dtype(traits, operator, (torch.float16,))
+    if traits.requires_grad:
+        yield f"{operator} has no derivative, and npu_fusion_attention does not run on {soc.version}"
+    if traits.dropout:
+        yield f"{operator} drops nothing"
+    if spec.softcap is not None:
+        yield f"{operator} has no softcap"
+    if traits.need_lse:
+        yield f"{operator} returns no LSE"
+    if traits.has_sinks:
+        yield f"{operator} takes no sinks"
+    if traits.mask == "float" or traits.has_alibi:
+        yield f"{operator} adds nothing to the scores on {soc.version}"
+    if traits.num_heads > 256:
+        yield f"{operator} takes up to 256 heads, the call has {traits.num_heads}"
+    width = max(traits.head_dim, traits.value_dim)
+    if width > 512:
+        yield f"{operator} takes head sizes up to 512, the call has {width}"
+    length = max(traits.q_len, traits.kv_len)
+    if length > 65535:
+        yield f"{operator} takes up to 65535 tokens on {soc.version}, the call has {length}"
+    elif _masked_prompt(spec, traits):
+        elements = _prompt_mask(traits)
+        if elements > LARGEST_MASK:
+            yield f"the structure needs a full mask of {elements} elements, more than {LARGEST_MASK}"
+
+
+def _masked_prompt(spec: AttentionSpec, traits: AttentionTraits) -> bool:
+    return spec.masks_keys or spec.has_overlays or traits.has_overlays or traits.mask != "none"
+
+
+def _prompt_mask(traits: AttentionTraits) -> int:
+    """Elements of the padded mask; one a head is counted where one may be asked for."""
+    each = padded_length(traits.q_len, traits.kv_len) ** 2
+    if traits.has_block_mask:
+        return traits.batch * traits.num_heads * each
+    return each * max(1, -(-traits.mask_elements // max(1, traits.q_len * traits.kv_len)))
+
+
 def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
+    if is_310p():
+        yield from _prompt_reasons(spec, traits)
+        return
     operator = "npu_fusion_attention"
-    yield from chip_and_dtype(traits, operator, FLOATS, on_310p=False)
+    yield from chip_and_dtype(traits, operator, FLOATS)
     if spec.softcap is not None:
         yield f"{operator} has no softcap"
     if traits.dropout:
@@ -64,7 +113,25 @@ def attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> tuple[str
     return tuple(_attention_reasons(spec, traits))
 
 
+def _prompt_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+    """Every pair is computed, padding included; keys and values are copied for the heads that share them."""
+    rows, columns, mask = traits.q_len, traits.kv_len, 0
+    if _masked_prompt(spec, traits):
+        rows = columns = padded_length(rows, columns)
+        mask = _prompt_mask(traits)
+    width = padded_width(traits.head_dim, traits.value_dim)
+    heads = 1.0 * traits.batch * traits.num_heads
+    return Cost(
+        operations=4.0 * heads * rows * columns * width,
+        bytes=3.0 * heads * (2.0 * rows + 2.0 * columns) * width * traits.dtype.itemsize,
+        calls=1.0 + 2.0 * (traits.num_heads > traits.num_kv_heads) + 2.0 * (mask > 0),
+        cells=4.0 * mask,
+    )
+
+
 def attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
+    if is_310p():
+        return _prompt_cost(spec, traits)
     pairs = traits.pairs if traits.seen is None else traits.seen
     passes = 3.5 if traits.requires_grad else 1.0
     mask = traits.q_len * traits.kv_len if _needs_full_mask(spec, traits) and not traits.segments else 0

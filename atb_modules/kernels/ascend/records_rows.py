@@ -109,6 +109,9 @@ def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
         yield from latent_reasons(traits)
         if spec.window is not None:
             yield f"{operator} knows no window"
+    elif is_310p():
+        operator = "npu_prompt_flash_attention"
+        yield from _prompt_paged(operator, traits)
     else:
         yield from _fused_paged(operator, traits)
     if spec.softcap is not None:
@@ -119,6 +122,23 @@ def _paged(spec: AttentionSpec, traits: PagedAttentionTraits) -> Iterator[str]:
         yield f"{operator} takes no slopes"
     if spec.has_overlays:
         yield f"{operator} knows causality and windows alone"
+
+
+def _prompt_paged(operator: str, traits: PagedAttentionTraits) -> Iterator[str]:
+    """Of the inference chip 310P: prompts over gathered keys and values."""
+    yield from chip_and_dtype(traits, operator, (torch.float16,))
+    if traits.total <= traits.batch:
+        yield "npu_fused_infer_attention_score_v2, which reads pages by one token a row, does not run on Ascend310P3"
+    if traits.page_dtype not in (traits.dtype, torch.int8):
+        yield f"{operator} takes {short(traits.dtype)} or what is written out so, pages are {short(traits.page_dtype)}"
+    if traits.head_dim > 512:
+        yield f"{operator} takes head sizes up to 512, the call has {traits.head_dim}"
+    if traits.num_heads > 256:
+        yield f"{operator} takes up to 256 heads, the call has {traits.num_heads}"
+    if traits.max_blocks * traits.page_size > 16384:
+        yield f"{operator} needs full masks, and a table of {traits.max_blocks} pages may hold more than 16384 tokens"
+    if traits.need_lse:
+        yield f"{operator} returns no LSE"
 
 
 def _fused_paged(operator: str, traits: PagedAttentionTraits) -> Iterator[str]:
@@ -151,7 +171,7 @@ def _paged_cost(spec: AttentionSpec, traits: PagedAttentionTraits) -> Cost:
     codes, several = traits.page_dtype == torch.int8, traits.total > traits.batch
     if codes and (several or traits.page_size % 32 or traits.head_dim % 32):  # written out in the queries' dtype
         moved *= 1.0 + 4.0 + 2.0 * traits.dtype.itemsize
-    gathers = several and (traits.page_size % 128 != 0 or traits.head_dim > 512)
+    gathers = several and (traits.page_size % 128 != 0 or traits.head_dim > 512 or is_310p())
     return Cost(
         operations=4.0 * traits.total * traits.num_heads * kv_len * traits.head_dim,
         bytes=moved * (3.0 if gathers else 1.0),

@@ -41,8 +41,19 @@ TRAITS = {
 #: op, strategy, chip, changes of the traits, spec, what the reason says
 FORBIDDEN = [
     ("attention", "ascend", "910b1", {"dtype": torch.float64}, CAUSAL, "takes float16, bfloat16, float32, the call is"),
-    ("attention", "ascend", "310p", {}, CAUSAL, "npu_fusion_attention does not run on Ascend310P3"),
-    ("attention", "ascend", "310p", {"dtype": BF16}, CAUSAL, "Ascend310P3 does not compute in bfloat16"),
+    ("attention", "ascend", "310p", {"requires_grad": True}, CAUSAL, "fusion_attention does not run on Ascend310P3"),
+    ("attention", "ascend", "310p", {"dtype": BF16}, CAUSAL, "takes float16, the call is bfloat16"),
+    ("attention", "ascend", "310p", {"dtype": FP32}, CAUSAL, "takes float16, the call is float32"),
+    ("attention", "ascend", "310p", {"dropout": True}, CAUSAL, "npu_prompt_flash_attention drops nothing"),
+    ("attention", "ascend", "310p", {"need_lse": True}, CAUSAL, "npu_prompt_flash_attention returns no LSE"),
+    ("attention", "ascend", "310p", {"has_sinks": True}, CAUSAL, "npu_prompt_flash_attention takes no sinks"),
+    ("attention", "ascend", "310p", {"has_alibi": True}, CAUSAL, "adds nothing to the scores on Ascend310P3"),
+    ("attention", "ascend", "310p", {"mask": "float"}, CAUSAL, "adds nothing to the scores on Ascend310P3"),
+    ("attention", "ascend", "310p", {}, AttentionSpec(softcap=3.0), "npu_prompt_flash_attention has no softcap"),
+    ("attention", "ascend", "310p", {"head_dim": 520}, CAUSAL, "head sizes up to 512, the call has 520"),
+    ("attention", "ascend", "310p", {"num_heads": 258}, CAUSAL, "up to 256 heads, the call has 258"),
+    ("attention", "ascend", "310p", {"kv_len": 70000}, AttentionSpec(), "up to 65535 tokens on Ascend310P3"),
+    ("attention", "ascend", "310p", {"q_len": 17000, "kv_len": 17000}, CAUSAL, "needs a full mask of 289544256"),
     ("attention", "ascend", "910b1", {}, AttentionSpec(softcap=30.0), "has no softcap"),
     ("attention", "ascend", "950", {"has_sinks": True}, CAUSAL, "which takes sinks, does not run on Ascend950PR_9599"),
     ("attention", "ascend", "910b1", {"dropout": True}, CAUSAL, "dropout inside the operator"),
@@ -88,6 +99,12 @@ FORBIDDEN = [
     ),
     ("paged_attention", "ascend", "910b1", {"dtype": FP32, "page_dtype": FP32}, CAUSAL, "takes float16, bfloat16"),
     ("paged_attention", "ascend", "310p", {}, CAUSAL, "does not run on Ascend310P3"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "dtype": BF16}, CAUSAL, "takes float16, the call is bfloat16"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "page_dtype": FP32}, CAUSAL, "pages are float32"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "need_lse": True}, CAUSAL, "returns no LSE"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "head_dim": 528}, CAUSAL, "head sizes up to 512"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "num_heads": 258}, CAUSAL, "up to 256 heads"),
+    ("paged_attention", "ascend", "310p", {"total": 9, "max_blocks": 300}, CAUSAL, "may hold more than 16384 tokens"),
     (
         "paged_attention",
         "ascend",
@@ -193,6 +210,12 @@ def test_the_same_calls_without_the_change_are_served(monkeypatch, op, strategy)
 def test_int8_pages_are_served(monkeypatch, op, chip):
     spec = CAUSAL if op == "paged_attention" else None
     assert reasons(op, "ascend", chip, {"page_dtype": INT8}, spec, monkeypatch) == ()
+
+
+@pytest.mark.parametrize("changes", [{}, {"mask": "bool", "mask_elements": 4096}, {"segments": 3}, {"head_dim": 72}])
+def test_prompts_are_served_on_the_inference_chip(monkeypatch, changes):
+    assert reasons("attention", "ascend", "310p", changes, CAUSAL, monkeypatch) == ()
+    assert reasons("paged_attention", "ascend", "310p", {"total": 40}, CAUSAL, monkeypatch) == ()
 
 
 def test_codes_are_written_on_every_chip(monkeypatch):
