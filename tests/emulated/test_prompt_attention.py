@@ -34,7 +34,7 @@ globals().update({f"{name}_on_310p": test for name, test in BORROWED.items()})
 
 @pytest.fixture(autouse=True)
 def chip(request):
-    """Every test here believes in a 310P, or in a chip that it asks for, and its operators hold to that chip's rules."""
+    """Every test here believes in a 310P, or in the chip that it asks for, and its operators hold to its rules."""
     soc = getattr(request, "param", "ascend310p")
     with assume_soc(soc), EmulatedNPU(soc=soc) as emulated:
         yield emulated

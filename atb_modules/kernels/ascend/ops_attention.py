@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -49,15 +50,22 @@ def attention_ascend(
         empty = empty_rows(spec, structure, q.shape[2], k.shape[2], overlays, q.device)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
     scale = spec.scale_for(q.shape[-1])
-    if not gradients and lengths is None and sinks is None and _inference_takes(q, v, structure, empty):
+    keep = 1.0 - dropout_p
+    if (
+        not gradients
+        and not dropout_p
+        and lengths is None
+        and sinks is None
+        and _inference_takes(q, v, structure, empty)
+    ):
         out, lse = _infer(q, k, v, structure, scale, empty is not None, need_lse)
     elif gradients and (need_lse or sinks is not None):
-        out, lse = _Differentiable.apply(q, k, v, sinks, empty, structure, scale, lengths)
+        out, lse = _Differentiable.apply(q, k, v, sinks, empty, structure, scale, lengths, keep)
     else:
         if sinks is None:
-            out, top, total = _fusion(q, k, v, structure, scale, lengths)
+            out, top, total, *_ = _fusion(q, k, v, structure, scale, lengths, keep)
         else:
-            out, top, total = _with_sinks(q, k, v, sinks, structure, scale, lengths)
+            out, top, total, *_ = _with_sinks(q, k, v, sinks, structure, scale, lengths, keep)
         lse = _lse_of(top, total, lengths is not None) if need_lse else None
     if empty is not None:
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
@@ -157,18 +165,28 @@ def _biased(structure: Structure, q: Tensor, kv_len: int) -> Structure:
 
 
 def _fusion(
-    q: Tensor, k: Tensor, v: Tensor, structure: Structure, scale: float, lengths: tuple[list[int], list[int]] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """npu_fusion_attention: (out, max, sum), with torch_npu's own derivative."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    structure: Structure,
+    scale: float,
+    lengths: tuple[list[int], list[int]] | None,
+    keep: float,
+) -> tuple[Any, ...]:
+    """npu_fusion_attention: (out, max, sum, seed, offset), with torch_npu's own derivative.
+
+    Weights are dropped where ``keep`` is below 1. The mask is drawn from the device's generator, and the derivative
+    draws it again from its seed and offset.
+    """
     heads = q.shape[1]
     structure = _biased(structure, q, k.shape[2])
     said, layout = _lengths_and_layout(lengths)
     if lengths is not None:
         q, k, v = (_packed(tensor).contiguous() for tensor in (q, k, v))
-    out, top, total, *_ = _NPU.npu_fusion_attention(
-        q, k, v, heads, layout, scale=scale, **_options(structure, scale, q.dtype), **said
+    out, top, total, _, seed, offset, _ = _NPU.npu_fusion_attention(
+        q, k, v, heads, layout, scale=scale, keep_prob=keep, **_options(structure, scale, q.dtype), **said
     )
-    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), top, total
+    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), top, total, seed, offset
 
 
 def _lse_of(top: Tensor, total: Tensor, packed: bool) -> Tensor:
@@ -185,18 +203,42 @@ def _with_sinks(
     structure: Structure,
     scale: float,
     lengths: tuple[list[int], list[int]] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """npu_fusion_attention_v3, which knows a logit a head that takes weight to nowhere: (out, max, sum)."""
+    keep: float,
+) -> tuple[Any, ...]:
+    """npu_fusion_attention_v3, which knows a logit a head that takes weight to nowhere: as ``_fusion``.
+
+    Seed and offset are tensors of the host there.
+    """
     heads = q.shape[1]
     structure = _biased(structure, q, k.shape[2])
     said, layout = _lengths_and_layout(lengths)
     if lengths is not None:
         q, k, v = (_packed(tensor).contiguous() for tensor in (q, k, v))
         said |= {name: torch.tensor(said[name]) for name in ("actual_seq_qlen", "actual_seq_kvlen")}
-    out, top, total, *_ = _NPU.npu_fusion_attention_v3(
-        q, k, v, heads, layout, scale=scale, sink=sinks.float(), **_options(structure, scale, q.dtype), **said
+    out, top, total, _, seed, offset = _NPU.npu_fusion_attention_v3(
+        q,
+        k,
+        v,
+        heads,
+        layout,
+        scale=scale,
+        keep_prob=keep,
+        sink=sinks.float(),
+        **_options(structure, scale, q.dtype),
+        **said,
     )
-    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), top, total
+    return (out.transpose(0, 1).unsqueeze(0) if lengths is not None else out), top, total, seed, offset
+
+
+def _drawn(keep: float, seed: Any, offset: Any, q: Tensor, k: Tensor, lengths: Any) -> dict[str, Any]:
+    """What the backward is told of the dropout mask, whose length is "[B, N, S, S]", or N times the sum of Sq * Skv."""
+    if keep == 1.0:
+        return {}
+    numels = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if lengths is not None:
+        counts = [[b - a for a, b in itertools.pairwise([0, *ends])] for ends in lengths]
+        numels = q.shape[1] * sum(rows * columns for rows, columns in zip(*counts, strict=True))
+    return {"keep_prob": keep, "seed": int(seed), "offset": int(offset), "numels": numels}
 
 
 class _Differentiable(torch.autograd.Function):
@@ -204,18 +246,19 @@ class _Differentiable(torch.autograd.Function):
 
     The operator's backward takes ``delta = sum(dy * out)`` out of each score's gradient. A gradient of the LSE adds to
     it, so it goes in as one more channel: dy has 1 there, ``out`` has minus the LSE's gradient, and values have 0.
+    Dropout changes nothing of that: ``delta`` is the same sum, and the LSE knows nothing of it.
     Sinks are in the statistics already; their own gradient is ``exp(sink - lse) * (dlse - delta)``, summed.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, empty, structure, scale, lengths):
+    def forward(ctx, q, k, v, sinks, empty, structure, scale, lengths, keep):
         if sinks is None:
-            out, top, total = _fusion(q, k, v, structure, scale, lengths)
+            out, top, total, seed, offset = _fusion(q, k, v, structure, scale, lengths, keep)
         else:
-            out, top, total = _with_sinks(q, k, v, sinks, structure, scale, lengths)
+            out, top, total, seed, offset = _with_sinks(q, k, v, sinks, structure, scale, lengths, keep)
         lse = _lse_of(top, total, lengths is not None)
         ctx.save_for_backward(q, k, v, out, top, total, lse, sinks, empty)
-        ctx.call = structure, scale, lengths
+        ctx.call = structure, scale, lengths, _drawn(keep, seed, offset, q, k, lengths)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -223,7 +266,7 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, top, total, lse, sinks, empty = ctx.saved_tensors
-        structure, scale, lengths = ctx.call
+        structure, scale, lengths, drawn = ctx.call
         channels, value_dim = q.shape[-1], v.shape[-1]
         dout = torch.zeros_like(out) if dout is None else dout
         dsinks = None
@@ -258,7 +301,8 @@ class _Differentiable(torch.autograd.Function):
             scale_value=scale,
             **_options(structure, scale, q.dtype),
             **said,
+            **drawn,
         )
         if lengths is not None:
             dq, dk, dv = (t.transpose(0, 1).unsqueeze(0) for t in (dq, dk, dv))
-        return dq[..., :channels], dk[..., :channels], dv[..., :value_dim], dsinks, None, None, None, None
+        return dq[..., :channels], dk[..., :channels], dv[..., :value_dim], dsinks, None, None, None, None, None

@@ -75,8 +75,8 @@ def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator
     yield from chip_and_dtype(traits, operator, FLOATS)
     if spec.softcap is not None:
         yield f"{operator} has no softcap"
-    if traits.dropout:
-        yield "dropout inside the operator draws from a generator of its own and is not checked"
+    if traits.dropout and torch.compiler.is_compiling():
+        yield f"{operator} returns the seed of its dropout mask as a number, which a traced graph would keep for ever"
     soc = current_soc()
     if traits.has_sinks and soc is not None and soc.name == "ascend950":
         yield f"npu_fusion_attention_v3, which takes sinks, does not run on {soc.version}"
@@ -136,9 +136,10 @@ def attention_cost(spec: AttentionSpec, traits: AttentionTraits) -> Cost:
     passes = 3.5 if traits.requires_grad else 1.0
     mask = traits.q_len * traits.kv_len if _needs_full_mask(spec, traits) and not traits.segments else 0
     operations = 2.0 * pairs * (traits.head_dim + traits.value_dim) * passes
-    return Cost(
-        operations=operations, bytes=traits.bytes * passes, calls=2.0 if traits.requires_grad else 1.0, cells=3.0 * mask
-    )
+    calls, cells = 2.0 if traits.requires_grad else 1.0, 3.0 * mask
+    if traits.dropout:  # a mask of bits, drawn in each direction
+        calls, cells = 2.0 * calls, cells + calls * traits.pairs / 8.0
+    return Cost(operations=operations, bytes=traits.bytes * passes, calls=calls, cells=cells)
 
 
 register(

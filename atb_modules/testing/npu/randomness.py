@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 
 _STEP = 4  # offsets of a Philox generator come in fours
+#: what torch_npu's host code moves the offset by for a dropout mask: 10, in fours
+_DROPOUT_STEP = 12
 
 
 def random_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
@@ -35,3 +37,17 @@ def drawing(generator: torch.Generator) -> Iterator[None]:
     finally:
         generator.set_offset(offset + _STEP)
         torch.random.set_rng_state(before)
+
+
+def next_dropout() -> tuple[int, int]:
+    """The seed and the offset of the next dropout mask, as torch_npu takes them from the current device's generator."""
+    generator = random_generator(None, torch.device("npu"))
+    offset = generator.get_offset()
+    generator.set_offset(offset + _DROPOUT_STEP)
+    return generator.initial_seed(), offset
+
+
+def kept(seed: int, offset: int, numels: int, keep_prob: float) -> torch.Tensor:
+    """What dropout multiplies ``numels`` elements by: 0, or 1 / keep_prob; the same for the same seed and offset."""
+    own = torch.Generator().manual_seed((seed * 1_000_003 + offset) % 2**63)
+    return (torch.rand(numels, generator=own) < keep_prob) / keep_prob

@@ -10,8 +10,9 @@ import dataclasses
 import pytest
 import torch
 
-from atb_modules.kernels.ascend import availability, ops_ascendc
+from atb_modules.kernels.ascend import availability, ops_ascendc, rules
 from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.ascend.socs import SOCS
 from atb_modules.kernels.registry import kernels, note_detour
 from atb_modules.kernels.traits import (
     ActivationTraits,
@@ -56,7 +57,6 @@ FORBIDDEN = [
     ("attention", "ascend", "310p", {"q_len": 17000, "kv_len": 17000}, CAUSAL, "needs a full mask of 289544256"),
     ("attention", "ascend", "910b1", {}, AttentionSpec(softcap=30.0), "has no softcap"),
     ("attention", "ascend", "950", {"has_sinks": True}, CAUSAL, "which takes sinks, does not run on Ascend950PR_9599"),
-    ("attention", "ascend", "910b1", {"dropout": True}, CAUSAL, "dropout inside the operator"),
     ("attention", "ascend", "910b1", {"bias_requires_grad": True}, CAUSAL, "returns no gradient of a bias"),
     (
         "attention",
@@ -216,6 +216,17 @@ def test_int8_pages_are_served(monkeypatch, op, chip):
 def test_prompts_are_served_on_the_inference_chip(monkeypatch, changes):
     assert reasons("attention", "ascend", "310p", changes, CAUSAL, monkeypatch) == ()
     assert reasons("paged_attention", "ascend", "310p", {"total": 40}, CAUSAL, monkeypatch) == ()
+
+
+@pytest.mark.parametrize("changes", [{}, {"requires_grad": True}, {"segments": 3}, {"has_sinks": True}])
+def test_dropout_is_served_but_for_traced_calls(monkeypatch, changes):
+    changes = {"dropout": True, **changes}
+    assert reasons("attention", "ascend", "910b1", changes, CAUSAL, monkeypatch) == ()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(availability, "current_soc", lambda: SOCS["ascend910b1"])
+    monkeypatch.setattr(rules, "current_soc", lambda: SOCS["ascend910b1"])
+    found = reasons("attention", "ascend", "910b1", changes, CAUSAL, monkeypatch)
+    assert any("which a traced graph would keep for ever" in reason for reason in found), found
 
 
 def test_codes_are_written_on_every_chip(monkeypatch):

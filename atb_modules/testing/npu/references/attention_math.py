@@ -23,12 +23,14 @@ def attend(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     zero_rows: bool = False,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, max, sum) of query (N, Sq, D) over key and value (Nkv, Skv, D), all float32, max and sum (N, Sq, 1).
 
     Scores are ``scale * (q k + bias)``. A masked score becomes the lowest finite number, not minus infinity: a row
     that is masked all over then averages the values (the documented loss of precision), unless ``zero_rows`` ("rows
-    without effect are computed"), where it gives 0 and the statistics (lowest, largest).
+    without effect are computed"), where it gives 0 and the statistics (lowest, largest). ``kept`` (N, Sq, Skv) is what
+    dropout multiplies the weights by; the statistics know nothing of it.
     """
     scores = masked_scores(query, key, masked, scale, bias)
     if scores.shape[-1] == 0:
@@ -47,7 +49,10 @@ def attend(
         weights = weights.masked_fill(dead, 0.0)
         total = total.masked_fill(dead, -lowest())
         top = top.masked_fill(dead, lowest())
-    return (weights / total) @ spread_heads(value, query.shape[0]), top, total
+    weights = weights / total
+    if kept is not None:
+        weights = weights * kept
+    return weights @ spread_heads(value, query.shape[0]), top, total
 
 
 def masked_scores(query: Tensor, key: Tensor, masked: Tensor | None, scale: float, bias: Tensor | None) -> Tensor:
