@@ -146,6 +146,10 @@ CASES = {
     "attention in float32": lambda: dense(attention, CAUSAL, dtype=torch.float32),
     "attention, differentiated": lambda: train(CAUSAL),
     "attention in a window, differentiated": lambda: train(WINDOW),
+    "attention with dropout, differentiated": lambda: train(CAUSAL, dropout_p=0.2),
+    "attention with dropout and sinks": lambda: dense(
+        attention, CAUSAL, sinks=made(6, dtype=torch.float32), dropout_p=0.2
+    ),
     "attention, packed": packed,
     "attention, packed, differentiated": lambda: packed(True),
     "decode over pages": lambda: paged((1, 1)),

@@ -32,6 +32,8 @@ FUSED = {
     "attention in float32": [TRAIN],
     "attention, differentiated": [TRAIN, BACKWARD],
     "attention in a window, differentiated": [TRAIN, BACKWARD],
+    "attention with dropout, differentiated": [TRAIN, BACKWARD],
+    "attention with dropout and sinks": [("aclnnFlashAttentionScoreV3", *TRAIN)],
     "attention, packed": [PACKED],
     "attention, packed, differentiated": [PACKED, PACKED_BACKWARD],
     "decode over pages": [INFER],
@@ -103,13 +105,16 @@ def test_the_host_code_takes_what_the_records_accept(outcomes, soc, name):
     if soc == "ascend310p" and name in REFUSED_ON_310P:
         assert "Ascend310P3" in outcome["refused"] or "npu_prompt_flash_attention" in outcome["refused"]
         return
-    if soc == "ascend950" and name == "attention with sinks":
+    if soc == "ascend950" and name.startswith("attention with") and name.endswith("sinks"):
         assert "does not run on Ascend950" in outcome["refused"]
         return
     assert "refused" not in outcome, outcome
     if soc == "ascend310p" and name == "prefetch":  # a hint: it is left out there
         assert "aclrtCmoAsync" not in outcome["launches"]
         return
+    if "dropout" in name and soc != "ascend950":  # which draws inside its attention
+        directions = 2 if "differentiated" in name else 1
+        assert outcome["launches"].count("aclnnDropoutGenMaskV2") == directions
     on_310p = soc == "ascend310p" and name in PROMPTS_ON_310P
     for names in [PROMPT] if on_310p else FUSED[name]:
         assert set(names) & set(outcome["launches"]), outcome["launches"]
