@@ -60,11 +60,13 @@ def _masked_prompt(spec: AttentionSpec, traits: AttentionTraits) -> bool:
 
 
 def _prompt_mask(traits: AttentionTraits) -> int:
-    """Elements of the padded mask; one a head is counted where one may be asked for."""
-    each = padded_length(traits.q_len, traits.kv_len) ** 2
-    if traits.has_block_mask:
-        return traits.batch * traits.num_heads * each
-    return each * max(1, -(-traits.mask_elements // max(1, traits.q_len * traits.kv_len)))
+    """Elements of the padded masks; one for each head of each row where the mask's size allows for that."""
+    each, pairs = padded_length(traits.q_len, traits.kv_len) ** 2, traits.q_len * traits.kv_len
+    if traits.mask_elements == traits.batch * pairs:
+        each *= traits.batch
+    elif traits.has_block_mask or (traits.mask_elements != pairs and traits.mask_elements):
+        each *= traits.batch * (1 if traits.mask_elements % traits.num_heads else traits.num_heads)
+    return each
 
 
 def _attention_reasons(spec: AttentionSpec, traits: AttentionTraits) -> Iterator[str]:
