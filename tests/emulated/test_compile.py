@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from atb_modules import TransformerLayer, ops
+from atb_modules.kernels.pages import QuantizedPages
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing.npu import EmulatedNPU
 
@@ -70,3 +71,34 @@ def test_a_layer():
         torch.testing.assert_close(out.cpu(), expected, atol=2e-5, rtol=2e-5)
     for wanted in ("npu_rms_norm", "npu_add_rms_norm", "npu_fusion_attention", "npu_swiglu"):
         assert any(wanted in name for name in names), (wanted, names)
+
+
+def test_writes_to_int8_pages_are_one_graph():
+    """What a traced step writes is what it writes without: no look of the host at the slots."""
+
+    def write(k, v, slots, *memory):
+        k_pages, v_pages = QuantizedPages(*memory[:2]), QuantizedPages(*memory[2:])
+        ops.cache_append(k, v, k_pages, v_pages, slots, strategy="ascend", trusted=True)
+        return [part + 0 for part in memory]
+
+    states = torch.randn(2, 3, 2, 8)
+    memory = [torch.full((3, 2, 4, 8), 9, dtype=torch.int8), torch.full((3, 2), 0.5)] * 2
+    slots = torch.tensor([1, 8, -1])
+    here = [part.clone() for part in memory]
+    ops.cache_append(*states, QuantizedPages(*here[:2]), QuantizedPages(*here[2:]), slots, strategy="reference")
+    there, _ = compiled(write, *on_device(*states, slots, *(part.clone() for part in memory)))
+    for mine, theirs in zip(there, here, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
+def test_dropout_is_not_traced_into_the_fused_attention():
+    """A graph would keep the seed of its mask, a number, and the backward would drop others than the forward."""
+    q, k, v = on_device(*torch.randn(3, 2, 4, 9, 16))
+
+    def drop(q, k, v, strategy="auto"):
+        return ops.attention(q, k, v, AttentionSpec(causal=True), dropout_p=0.5, strategy=strategy)[0]
+
+    _, names = compiled(drop, q, k, v)
+    assert not any("npu_fusion_attention" in name for name in names), names
+    with pytest.raises(Exception, match="which a traced graph would keep for ever"):
+        compiled(lambda *tensors: drop(*tensors, strategy="ascend"), q, k, v)

@@ -64,7 +64,7 @@ def _places(slots: Tensor, size: int) -> Places | None:
     """None where nothing is written, and the host knows it."""
     if not slots.numel():
         return None
-    values = known_values(slots)
+    values = None if torch.compiler.is_compiling() else known_values(slots)
     if values is None and slots.numel() <= _MOST_COMPARED:
         return _compared(slots, size)
     return _counted(np.asarray(host_values(slots)), size, slots.device)
