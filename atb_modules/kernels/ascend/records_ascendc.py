@@ -37,8 +37,8 @@ def _common(traits: Any, name: str, dtypes: tuple[torch.dtype, ...], on_310p: bo
 
 def _apart(name: str) -> Iterator[str]:
     soc = current_soc()
-    if soc is not None and soc.arch != "dav-2201":
-        yield f"{name} is written for cube and vector cores that stand apart (910B, 910_93), not for {soc.version}"
+    if soc is not None and soc.arch == "dav-2002":
+        yield f"{name} is written for cube and vector cores that stand apart, not for {soc.version}"
 
 
 def _norm(spec: None, traits: NormTraits) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _norm_linear(spec: None, traits: LinearTraits) -> Iterator[str]:
         yield f"our norm and product kernel takes rows of 65535 elements, the call has {traits.in_features}"
     soc = current_soc()
     row = 4 * traits.in_features * traits.dtype.itemsize + 4 * traits.in_features
-    if soc is not None and row + 24 * KIB > soc.ub:
+    if soc is not None and not soc.ub_to_l1 and row + 24 * KIB > soc.ub:  # straight to L1, by chunks
         yield f"a row and its norm take {row} bytes, too many for the unified buffer of {soc.version}"
 
 

@@ -53,7 +53,12 @@ def _add_norm(steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> int:
 
 
 def _norm_matmul(steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> int:
-    """A row in, a row out and the weight; the products' operands lie in the cube core's own buffers."""
+    """A row in, a row out and the weight; the products' operands lie in the cube core's own buffers.
+
+    Where vector cores reach L1, eight rows go by chunks of 512 bytes, whatever their length.
+    """
+    if soc.ub_to_l1:
+        return 8 * (3 * 512 + 2 * 4 * 512 // shape.dtype.itemsize) + 3 * KIB
     return 3 * _row(steps[:1], shape) + _floats(steps[0].width, 3) + KIB
 
 
@@ -99,7 +104,7 @@ RULES: tuple[Rule, ...] = (
 
 def no_kernel(rule: Rule, soc: Soc) -> str:
     """Why neither torch_npu nor we have the rule's kernel on this chip; empty where one of us has."""
-    if rule.fusion is Fusion.NORM_MATMUL and soc.arch != "dav-2201":
+    if rule.fusion is Fusion.NORM_MATMUL and soc.arch == "dav-2002":
         return f"norm_matmul is written for cube and vector cores that stand apart, not for {soc.version}"
     if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and soc.name == "ascend310p":
         return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
@@ -107,8 +112,11 @@ def no_kernel(rule: Rule, soc: Soc) -> str:
 
 
 def workspace(rule: Rule, shape: LayerShape, soc: Soc) -> int:
-    """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache."""
-    if rule.fusion is not Fusion.NORM_MATMUL:
+    """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache.
+
+    None where vector cores write the L1 of their cube core.
+    """
+    if rule.fusion is not Fusion.NORM_MATMUL or soc.ub_to_l1:
         return 0
     rows = min(shape.tokens, 128)
     return 2 * rows * shape.hidden_size * shape.dtype.itemsize * min(soc.cube_cores, -(-shape.tokens // rows))

@@ -131,7 +131,7 @@ FORBIDDEN = [
     ("cache_append", "ascend", "310p", {}, None, "does not run on Ascend310P3"),
     ("cache_append", "ascend", "910b1", {"page_dtype": INT8}, None, "writes no codes, the pages are int8"),
     ("rotary_append", "ascend", "910b1", {"head_dim": 896}, None, "fewer than 896 channels"),
-    ("attention", "ascend_c", "950", {}, CAUSAL, "cores that stand apart (910B, 910_93), not for Ascend950PR_9599"),
+    ("attention", "ascend_c", "310p", {}, CAUSAL, "cores that stand apart, not for Ascend310P3"),
     ("attention", "ascend_c", "910b1", {"requires_grad": True}, CAUSAL, "our flash kernel has no backward"),
     ("attention", "ascend_c", "910b1", {"has_sinks": True}, CAUSAL, "knows causality and windows alone"),
     (

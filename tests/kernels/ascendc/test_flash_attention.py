@@ -49,6 +49,13 @@ def test_parity(dtype, dim, right):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_on_the_generation_of_950(dtype):
+    check(1, 4, 2, 77, 203, 80, dtype, right=0, soc="ascend950")
+    check(1, 2, 1, 130, 257, 192, dtype, left=40, right=0, soc="ascend950")
+    check(2, 2, 2, 150, 60, 64, dtype, right=0, softcap=2.0, soc="ascend950")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "left", "right"),
     [
@@ -148,7 +155,7 @@ def test_no_accepted_shape_exceeds_the_memories(soc, dtype, kv_heads, group, hea
     tiling, reason = tile(soc, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, **shape)
     row = SOCS[soc]
     if tiling is None:
-        assert row.arch != "dav-2201" or head_dim > 256, reason
+        assert row.arch == "dav-2002" or head_dim > 256, reason
         return
     for place, limit in enumerate((row.ub - 8192, row.l1, row.l0a, row.l0b, row.l0c)):
         assert bytes_of(tiling, dtype, place) <= limit
@@ -162,7 +169,6 @@ def test_no_accepted_shape_exceeds_the_memories(soc, dtype, kv_heads, group, hea
         ({"value_dim": 272}, "at most 256"),
         ({"heads": 3}, "multiple of the heads of keys"),
         ({"soc": "ascend310p"}, "cube and vector cores apart"),
-        ({"soc": "ascend950"}, "cube and vector cores apart"),
         ({"dtype": torch.bfloat16, "soc": "ascend310p"}, "cube and vector cores apart"),
         ({"q_len": 0}, "the lengths are"),
         ({"softcap": -1.0}, "softcap is positive"),

@@ -60,10 +60,18 @@ def test_a_workspace_that_leaves_the_cache_is_rejected():
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
 
 
+def test_vector_cores_that_reach_l1_need_no_workspace_and_no_whole_row():
+    wide = dataclasses.replace(LLAMA, hidden_size=32768, num_heads=256, num_kv_heads=8, tokens=8192, kv_len=8192)
+    assert Fusion.NORM_MATMUL in plan_layer(wide, "ascend950").fusions
+    reasons = {one.reason for one in plan_layer(wide, "ascend910b1").rejected if one.fusion == Fusion.NORM_MATMUL}
+    assert len(reasons) == 1 and "would spill" in reasons.pop()
+
+
 def test_a_kernel_that_a_chip_has_not_is_rejected():
-    plan = plan_layer(LLAMA, "ascend950")
+    norm, product = (step for step in layer_steps(LLAMA, SOCS["ascend950"])[:2])
+    plan = plan_steps([norm, product], LLAMA, SOCS["ascend310p"])
     reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
-    assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend950PR_9599"}
+    assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend310P3"}
 
 
 @pytest.mark.parametrize(

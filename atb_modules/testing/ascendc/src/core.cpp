@@ -39,6 +39,7 @@ Core::Core(Launch &parent, size_t number, CoreType kind, int64_t block_index, in
     : launch(parent), index(number), type(kind), block(block_index), sub_block(sub_index) {
   for (size_t place = 0; place < kPlaces; ++place) {
     memories[place].place = static_cast<Place>(place);
+    memories[place].first_core = number;
     memories[place].capacity = static_cast<size_t>(parent.limits.capacity[place]);
   }
 }
