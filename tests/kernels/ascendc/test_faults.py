@@ -78,6 +78,7 @@ CUBE = {
 #: the way from the unified buffer to L1, and what else dav-3510 does in its own way
 DAV_3510 = {
     "no_wait_for_the_rows": "reads byte 0 of L1, which nobody has written",
+    "waits_for_one_vector_core": "of L1, which nobody has written|before the write by pipe MTE3 of core 2",
     "slot_filled_too_early": "L1 at byte 0 before the write by pipe MTE3 of core 1 .* a cross-core flag is missing",
     "rows_not_yet_computed": "V_MTE3 is missing",
     "over_another_buffer": "overwrites L1 at byte 512 while pipe MTE2 of core 0 may still write it",

@@ -206,11 +206,11 @@ def test_scores_of_the_next_tile_are_computed_before_this_one_is_weighed():
 
 FAULTS = {
     "the cube core does not wait for the weights": (
-        "flash_attention_cube.h", "    CrossCoreWaitFlag<2, PIPE_MTE2>(kWeightsReady);\n", "",
+        "flash_attention_cube.h", "    AwaitVectors<PIPE_MTE2>(kWeightsReady);\n", "",
         "which nobody has written|before the write by pipe MTE3",
     ),
     "the vector cores do not wait for the scores": (
-        "flash_attention_rows.h", "    CrossCoreWaitFlag<2, PIPE_MTE2>(kScoresReady);\n", "",
+        "flash_attention_rows.h", "    AwaitCube<PIPE_MTE2>(kScoresReady);\n", "",
         "which nobody has written|before the write by pipe FIX",
     ),
     "one slot of scores": (
@@ -218,17 +218,17 @@ FAULTS = {
         "of global memory (while|before the write by) pipe|which nobody has written",
     ),
     "the scores are announced before they are stored": (
-        "flash_attention_cube.h", "CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady)",
-        "CrossCoreSetFlag<2, PIPE_M>(kScoresReady)", "before the write by pipe FIX of core|which nobody has written",
+        "flash_attention_cube.h", "TellVectors<PIPE_FIX>(kScoresReady)",
+        "TellVectors<PIPE_M>(kScoresReady)", "before the write by pipe FIX of core|which nobody has written",
     ),
     "the products are announced twice": (
-        "flash_attention_cube.h", "    CrossCoreSetFlag<2, PIPE_FIX>(kProductsReady);\n",
-        "    CrossCoreSetFlag<2, PIPE_FIX>(kProductsReady);\n    CrossCoreSetFlag<2, PIPE_FIX>(kProductsReady);\n",
+        "flash_attention_cube.h", "    TellVectors<PIPE_FIX>(kProductsReady);\n",
+        "    TellVectors<PIPE_FIX>(kProductsReady);\n    TellVectors<PIPE_FIX>(kProductsReady);\n",
         "flag 2 is still set|before the write by pipe FIX|which nobody has written",
     ),
     "a vector core forgets its weights": (
-        "flash_attention_rows.h", "    CrossCoreSetFlag<2, PIPE_MTE3>(kWeightsReady);\n",
-        "    if (GetSubBlockIdx() == 0) CrossCoreSetFlag<2, PIPE_MTE3>(kWeightsReady);\n", "it would hang",
+        "flash_attention_rows.h", "    TellCube<PIPE_MTE3>(kWeightsReady);\n",
+        "    if (GetSubBlockIdx() == 0) TellCube<PIPE_MTE3>(kWeightsReady);\n", "it would hang",
     ),
     "L0C overflow": (
         "flash_attention_cube.h", "pipe->InitBuffer(sums_, 2, t_.tile_rows * kColumns",

@@ -180,22 +180,22 @@ def test_weights_are_loaded_ahead_of_the_product():
 
 FAULTS = {
     "the cube core does not wait for the slot": (
-        "norm_matmul_cube.h", "    if (begins) CrossCoreWaitFlag<2, PIPE_MTE2>(kSlotFull + which);\n", "",
+        "norm_matmul_cube.h", "    if (begins) AwaitVectors<PIPE_MTE2>(kSlotFull + which);\n", "",
         "before the write by pipe MTE3 of core|which nobody has written",
     ),
     "a slot is overwritten too early": (
-        "norm_matmul_rows.h", "      if (i >= 2) CrossCoreWaitFlag<2, PIPE_MTE3>(kSlotFree + which);\n", "",
+        "norm_matmul_rows.h", "      if (i >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);\n", "",
         "tensor 4 of global memory (while|before the write by) pipe",
     ),
     "a slot is given back before it is read": (
-        "norm_matmul_cube.h", "CrossCoreSetFlag<2, PIPE_MTE2>(kSlotFree", "CrossCoreSetFlag<2, PIPE_MTE1>(kSlotFree",
+        "norm_matmul_cube.h", "TellVectors<PIPE_MTE2>(kSlotFree", "TellVectors<PIPE_MTE1>(kSlotFree",
         "overwrites tensor 4 of global memory while pipe",
     ),
     "the vector cores say nothing": (
-        "norm_matmul_rows.h", "      CrossCoreSetFlag<2, PIPE_MTE3>(kSlotFull + which);\n", "", "it would hang",
+        "norm_matmul_rows.h", "      TellCube<PIPE_MTE3>(kSlotFull + which);\n", "", "it would hang",
     ),
     "the flag comes before the rows": (
-        "norm_matmul_rows.h", "CrossCoreSetFlag<2, PIPE_MTE3>(kSlotFull", "CrossCoreSetFlag<2, PIPE_V>(kSlotFull",
+        "norm_matmul_rows.h", "TellCube<PIPE_MTE3>(kSlotFull", "TellCube<PIPE_V>(kSlotFull",
         "before the write by pipe MTE3 of core|which nobody has written",
     ),
     "a slot is freed that nobody waits for": (

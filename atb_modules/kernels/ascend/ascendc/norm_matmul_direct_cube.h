@@ -69,12 +69,12 @@ private:
     const LocalTensor<T> left = slots_.template Get<T>()[which * t_.tile_rows * t_.chunk];
     LocalTensor<T> right = right_.template DeQue<T>();
     if (step.start == 0) sum_ = sums_.template AllocTensor<float>();
-    CrossCoreWaitFlag<2, PIPE_MTE1>(kSlotFull + which);
+    AwaitVectors<PIPE_MTE1>(kSlotFull + which);
     for (uint32_t at = 0; at < n; at += t_.piece) {
       const uint32_t k = Least(t_.piece, n - at);
       LocalTensor<T> a = left0_.template AllocTensor<T>(), b = right0_.template AllocTensor<T>();
       LoadLeft(a, left, rows, at, k);
-      if (at + k == n && again) CrossCoreSetFlag<2, PIPE_MTE1>(kSlotFree + which);
+      if (at + k == n && again) TellVectors<PIPE_MTE1>(kSlotFree + which);
       LoadRight(b, right, columns, at, k);
       left0_.EnQue(a);
       right0_.EnQue(b);

@@ -184,7 +184,7 @@ private:
     out_.EnQue(y);
     y = out_.template DeQue<T>();
     const uint16_t which = static_cast<uint16_t>(sent_ % 2);
-    if (sent_ >= 2) CrossCoreWaitFlag<2, PIPE_MTE3>(kSlotFree + which);
+    if (sent_ >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);
     Nd2NzParams copy;
     copy.ndNum = 1;
     copy.nValue = static_cast<uint16_t>(share);
@@ -196,7 +196,7 @@ private:
     copy.dstNzMatrixStride = 0;
     DataCopy(SlotOfL1<T>(t_, which)[static_cast<uint32_t>(GetSubBlockIdx()) * share * (32 / sizeof(T))], y,
              copy);
-    CrossCoreSetFlag<2, PIPE_MTE3>(kSlotFull + which);
+    TellCube<PIPE_MTE3>(kSlotFull + which);
     ++sent_;
     out_.FreeTensor(y);
   }

@@ -1,6 +1,6 @@
 // How the blocks of RMSNorm + product share rows and columns, and the flags between the cores of a block.
 #pragma once
-#include "kernel_operator.h"
+#include "cross_core.h"
 #include "tiling/norm_matmul.h"
 
 namespace atb {

@@ -35,9 +35,9 @@ public:
     for (uint32_t i = 0; i < blocks.count; ++i) {
       const uint32_t first = (blocks.first + i * t_.row_groups) * t_.tile_rows;
       const uint16_t which = static_cast<uint16_t>(i % 2);
-      if (i >= 2) CrossCoreWaitFlag<2, PIPE_MTE3>(kSlotFree + which);
+      if (i >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);
       Tile(first, Least(t_.tile_rows, t_.rows - first), slots_[which * slot]);
-      CrossCoreSetFlag<2, PIPE_MTE3>(kSlotFull + which);
+      TellCube<PIPE_MTE3>(kSlotFull + which);
     }
     if (t_.has_weight) in_weight_.FreeTensor(weights_);
   }

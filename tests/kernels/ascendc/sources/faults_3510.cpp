@@ -5,7 +5,8 @@ using namespace AscendC;
 
 // c (16, 16) = (a + 1) b^T: the vector cores write eight rows of the left operand each.
 struct Fault {
-  bool waits = true, hands_over = true, ahead = false, v1 = false, fills_l0a = false, close = false;
+  bool waits = true, for_one = false, hands_over = true, ahead = false, v1 = false, fills_l0a = false,
+       close = false;
   uint32_t address = 0, step = 16;
 };
 
@@ -36,12 +37,12 @@ struct Vectors {
     const Nd2NzParams copy{1, 8, 16, 0, static_cast<uint16_t>(fault.step), 16, 1, 0};
     DataCopy(l1[mine], sum, copy);
     if (fault.ahead) {
-      CrossCoreSetFlag<2, PIPE_MTE3>(0);
+      CrossCoreSetFlag<4, PIPE_MTE3>(0);
       PipeBarrier<PIPE_MTE3>();
       DataCopy(l1[mine], sum, copy);
     }
     if (fault.hands_over) out_.FreeTensor(sum);
-    CrossCoreSetFlag<2, PIPE_MTE3>(0);
+    CrossCoreSetFlag<4, PIPE_MTE3>(0);
   }
 };
 
@@ -70,14 +71,18 @@ struct Cube {
     SetFlag<HardEvent::MTE2_MTE1>(EVENT_ID0);
     WaitFlag<HardEvent::MTE2_MTE1>(EVENT_ID0);
     if (fault.fills_l0a) Fill(a2, InitConstValueParams<half>(1, 1, 0, half(0.0f)));
-    if (fault.waits) CrossCoreWaitFlag<2, PIPE_MTE1>(0);
+    if (fault.waits) CrossCoreWaitFlag<4, PIPE_MTE1>(0);
+    if (fault.waits && !fault.for_one) CrossCoreWaitFlag<4, PIPE_MTE1>(16);
     if (fault.v1) LoadData(a2, a1, LoadData2DParams{0, 1, 1, 0, 0, false, 0});
     LoadData2DParamsV2 load;
     load.mStep = load.kStep = 1;
     load.srcStride = fault.close ? 0 : 1;
     load.dstStride = 1;
     LoadData(a2, a1, load);
-    if (fault.ahead) CrossCoreWaitFlag<2, PIPE_MTE1>(0);
+    if (fault.ahead) {
+      CrossCoreWaitFlag<4, PIPE_MTE1>(0);
+      CrossCoreWaitFlag<4, PIPE_MTE1>(16);
+    }
     LoadData(b2, b1, LoadData2DParams{0, 1, 1, 0, 0, false, 0});
     SetFlag<HardEvent::MTE1_M>(EVENT_ID0);
     WaitFlag<HardEvent::MTE1_M>(EVENT_ID0);
@@ -109,6 +114,12 @@ extern "C" __global__ __aicore__ void no_wait_for_the_rows(GM_ADDR a, GM_ADDR b,
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
   Fault fault;
   fault.waits = false;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void waits_for_one_vector_core(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.for_one = true;
   Run(a, b, c, fault);
 }
 extern "C" __global__ __aicore__ void slot_filled_too_early(GM_ADDR a, GM_ADDR b, GM_ADDR c) {

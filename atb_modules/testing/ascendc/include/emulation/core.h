@@ -144,7 +144,7 @@ public:
   std::array<Memory, kPlaces> memories;
   Core *cube = nullptr; // of a vector core with a way to L1
   std::vector<Queue> queues;
-  std::array<std::deque<Clock>, 16> cross; // of each flag, the sets that were not waited for
+  std::array<std::deque<Clock>, 32> cross; // of each flag, the sets that were not waited for
   std::string atomic; // the type that writes to global memory add in; empty: they replace
   std::array<std::array<Event, 8>, 64> events;
   std::array<uint8_t, 64> event_ids{};
