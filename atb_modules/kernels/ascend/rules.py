@@ -37,6 +37,13 @@ def is_310p(soc: Soc | None = None) -> bool:
     return soc is not None and soc.name == "ascend310p"
 
 
+def whole_blocks(traits: Any) -> Iterator[str]:
+    """Rows of our kernels that a 310P, which has no DataCopyPad, cannot copy; ``AtbCheckRows`` of the tilings."""
+    soc, row = current_soc(), traits.width * traits.dtype.itemsize
+    if soc is not None and is_310p(soc) and row % 32:
+        yield f"{soc.version} copies multiples of 32 bytes, a row has {row}"
+
+
 def recorded(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd records what is computed of these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

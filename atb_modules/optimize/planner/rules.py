@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atb_modules.fusions import Fusion
+from atb_modules.kernels.ascend import ops_ascendc
+from atb_modules.kernels.ascend.availability import assume_soc
 from atb_modules.kernels.ascend.socs import KIB, Soc
+from atb_modules.kernels.registry import kernels
+from atb_modules.kernels.traits import ActivationTraits, NormTraits
+from atb_modules.mlp import MLPType
 from atb_modules.optimize.planner.shapes import LayerShape
 from atb_modules.optimize.planner.steps import Step
 
@@ -109,6 +114,35 @@ def no_kernel(rule: Rule, soc: Soc) -> str:
     if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and soc.name == "ascend310p":
         return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
     return ""
+
+
+def refusal(rule: Rule, steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> str:
+    """Why each kernel for NPUs refuses the call that the rule stands for on this chip; empty where one takes it.
+
+    In the words of the registry's records, which know what the operators' documentation and our tilings allow. Whether
+    our kernels are built on this machine says nothing about the chip.
+    """
+    rows, width = steps[-1].rows, steps[-1].width
+    op: str
+    traits: ActivationTraits | NormTraits
+    if rule.fusion is Fusion.GATE:
+        op = "gated_activation"
+        traits = ActivationTraits("npu", shape.dtype, MLPType(shape.mlp_type).activation, rows, width)
+    elif rule.fusion is Fusion.ADD_NORM:
+        op, traits = "add_rms_norm", NormTraits("npu", shape.dtype, rows, width, fused_add=True)
+    else:
+        return ""
+    sentences: list[str] = []
+    unbuilt = ops_ascendc.unbuilt_reason()
+    with assume_soc(soc):
+        for kernel in kernels(op):
+            if kernel.device_types != ("npu",):
+                continue
+            reasons = [reason for reason in kernel.reasons(None, traits) if reason != unbuilt]
+            if not reasons:
+                return ""
+            sentences += reasons
+    return "; ".join(sentences)
 
 
 def workspace(rule: Rule, shape: LayerShape, soc: Soc) -> int:
