@@ -28,11 +28,12 @@ def chip_and_dtype(traits: Any, operator: str, allowed: tuple[torch.dtype, ...],
         yield f"{operator} takes {', '.join(map(short, allowed))}, the call is {short(traits.dtype)}"
     elif not soc.takes(traits.dtype):
         yield f"{soc.version} does not compute in {short(traits.dtype)}"
-    if not on_310p and soc.name == "ascend310p":
+    if not on_310p and is_310p(soc):
         yield f"{operator} does not run on {soc.version}"
 
 
 def is_310p(soc: Soc | None = None) -> bool:
+    """Whether ``soc``, by default the chip whose rules hold, is a 310P."""
     soc = soc or current_soc()
     return soc is not None and soc.name == "ascend310p"
 

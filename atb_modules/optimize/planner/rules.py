@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from atb_modules.fusions import Fusion
 from atb_modules.kernels.ascend import ops_ascendc
 from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.ascend.rules import is_310p
 from atb_modules.kernels.ascend.socs import KIB, Soc
 from atb_modules.kernels.registry import kernels
 from atb_modules.kernels.traits import ActivationTraits, NormTraits
@@ -111,7 +112,7 @@ def no_kernel(rule: Rule, soc: Soc) -> str:
     """Why neither torch_npu nor we have the rule's kernel on this chip; empty where one of us has."""
     if rule.fusion is Fusion.NORM_MATMUL and soc.arch == "dav-2002":
         return f"norm_matmul is written for cube and vector cores that stand apart, not for {soc.version}"
-    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and soc.name == "ascend310p":
+    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and is_310p(soc):
         return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
     return ""
 

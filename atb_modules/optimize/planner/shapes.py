@@ -26,7 +26,7 @@ class LayerShape:
         mlp_type: of the feed-forward, as ``TransformerLayer`` takes it: whether it has a gate, and how that activates.
         rotary, cached, qk_norm, bias: whether the layer rotates, writes a cache, normalises heads, adds biases to q, k
             and v.
-        page_size: tokens of a page.
+        page_size: tokens of a page; of the call, no plan depends on it.
     """
 
     hidden_size: int
