@@ -56,7 +56,7 @@ def test_a_change_of_layout_is_rejected():
 
 
 def test_a_workspace_that_leaves_the_cache_is_rejected():
-    wide = dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192, kv_len=8192)
+    wide = dataclasses.replace(LLAMA, hidden_size=8192, num_heads=64, tokens=8192, kv_len=8192)
     plan = plan_layer(wide, "ascend910b4")
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
 
@@ -69,10 +69,22 @@ def test_vector_cores_that_reach_l1_need_no_workspace_and_no_whole_row():
 
 
 def test_a_kernel_that_a_chip_has_not_is_rejected():
-    norm, product = (step for step in layer_steps(LLAMA, SOCS["ascend950"])[:2])
-    plan = plan_steps([norm, product], LLAMA, SOCS["ascend310p"])
+    shape = dataclasses.replace(LLAMA, dtype=torch.float16)
+    norm, product = (step for step in layer_steps(shape, SOCS["ascend950"])[:2])
+    plan = plan_steps([norm, product], shape, SOCS["ascend310p"])
     reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
-    assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend310P3"}
+    ours = "our norm and product kernel"
+    apart = "is written for cube and vector cores that stand apart, not for Ascend310P3"
+    assert reasons == {f"{ours} does not run on Ascend310P3; {ours} {apart}"}
+
+
+def test_a_product_whose_kernel_has_no_room_for_a_row_keeps_its_norm_apart():
+    wide = dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=512)
+    plan = plan_layer(wide, "ascend910b1")
+    assert Fusion.NORM_MATMUL not in plan.fusions
+    reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
+    assert reasons == {"a row and its norm take 196608 bytes, too many for the unified buffer of Ascend910B1"}
+    assert Fusion.NORM_MATMUL in plan_layer(dataclasses.replace(wide, hidden_size=14336), "ascend910b1").fusions
 
 
 @pytest.mark.parametrize(
