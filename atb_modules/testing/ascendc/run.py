@@ -99,7 +99,11 @@ class _Tensor(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a launch moved between a tensor and the cores, and how many elements were never written."""
+    """Bytes that a launch moved between a tensor and the cores, and how many elements were never written.
+
+    ``unwritten`` is 0 for an input. In an output it counts elements that still hold the poison: what the kernel forgot,
+    or the gaps of a view. In an ``InOut`` or a ``Work`` it is what the kernel had no reason to write.
+    """
 
     read: int
     written: int
