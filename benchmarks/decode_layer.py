@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--past", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--isa", default=None, help="force an instruction set: baseline, avx2, avx512")
+    parser.add_argument("--isa", choices=library.available_isas(), help="force an instruction set of this machine")
     options = parser.parse_args()
     if options.isa is not None:
         with library.use_isa(options.isa):

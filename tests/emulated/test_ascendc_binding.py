@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -175,3 +179,10 @@ def test_bad_input_names_the_argument(ops, npu):
     ):  # fmt: skip
         with pytest.raises(error, match=text):
             call()
+
+
+def test_kernels_of_another_generation():
+    """torch_npu reads the chip once a process: the kernels of a 950 run in one of their own."""
+    command = [sys.executable, "-m", "tests.emulated.own_kernels_on_950"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0 and "parity on Ascend950PR_9599" in done.stdout, done.stdout + done.stderr

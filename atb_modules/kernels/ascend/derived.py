@@ -23,14 +23,14 @@ _CONSTANTS: dict[Hashable, Tensor] = {}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def _passing(tensor: Tensor) -> bool:
+def _not_to_keep(tensor: Tensor) -> bool:
     """Whether results must not be kept: traced, fake, or recorded for a gradient."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.requires_grad
 
 
 def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
     """``make()``, or what it returned for the same ``source``, unchanged since, and the same ``what``."""
-    count = None if _passing(source) else write_count(source)
+    count = None if _not_to_keep(source) else write_count(source)
     if count is None:
         return make()
     table = _DERIVED.get(source)

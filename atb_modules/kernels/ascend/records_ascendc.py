@@ -10,7 +10,7 @@ import torch
 from atb_modules.kernels.ascend import ops_ascendc as ops
 from atb_modules.kernels.ascend.availability import current_soc
 from atb_modules.kernels.ascend.records_attention import attention_cost
-from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype, short
+from atb_modules.kernels.ascend.rules import FLOATS, chip_and_dtype, is_310p, short, whole_blocks
 from atb_modules.kernels.ascend.socs import KIB
 from atb_modules.kernels.costs import Cost
 from atb_modules.kernels.registry import Kernel, register
@@ -37,27 +37,23 @@ def _common(traits: Any, name: str, dtypes: tuple[torch.dtype, ...], on_310p: bo
 
 def _apart(name: str) -> Iterator[str]:
     soc = current_soc()
-    if soc is not None and soc.arch != "dav-2201":
-        yield f"{name} is written for cube and vector cores that stand apart (910B, 910_93), not for {soc.version}"
+    if soc is not None and soc.arch == "dav-2002":
+        yield f"{name} is written for cube and vector cores that stand apart, not for {soc.version}"
 
 
 def _norm(spec: None, traits: NormTraits) -> Iterator[str]:
     yield from _common(traits, "our norm kernel", FLOATS, on_310p=True)
+    yield from whole_blocks(traits)
     soc = current_soc()
-    if soc is not None and soc.name == "ascend310p":
-        if traits.width * traits.dtype.itemsize % 32:
-            yield f"{soc.version} copies multiples of 32 bytes, a row has {traits.width * traits.dtype.itemsize}"
-        if traits.requires_grad:
-            yield f"{soc.version} copies multiples of 32 bytes, and a row's statistic is none"
+    if soc is not None and is_310p(soc) and traits.requires_grad:
+        yield f"{soc.version} copies multiples of 32 bytes, and a row's statistic is none"
 
 
 def _gate(spec: None, traits: ActivationTraits) -> Iterator[str]:
     yield from _common(traits, "our gate kernel", FLOATS, on_310p=True)
     if traits.kind not in ("silu", "gelu_tanh"):
         yield f"our gate kernel activates by silu or gelu_tanh, the call asks for {traits.kind}"
-    soc = current_soc()
-    if soc is not None and soc.name == "ascend310p" and traits.width * traits.dtype.itemsize % 32:
-        yield f"{soc.version} copies multiples of 32 bytes, a row has {traits.width * traits.dtype.itemsize}"
+    yield from whole_blocks(traits)
 
 
 def _append(spec: None, traits: CacheAppendTraits) -> Iterator[str]:
@@ -111,7 +107,7 @@ def _norm_linear(spec: None, traits: LinearTraits) -> Iterator[str]:
         yield f"our norm and product kernel takes rows of 65535 elements, the call has {traits.in_features}"
     soc = current_soc()
     row = 4 * traits.in_features * traits.dtype.itemsize + 4 * traits.in_features
-    if soc is not None and row + 24 * KIB > soc.ub:
+    if soc is not None and not soc.ub_to_l1 and row + 24 * KIB > soc.ub:  # straight to L1, by chunks
         yield f"a row and its norm take {row} bytes, too many for the unified buffer of {soc.version}"
 
 

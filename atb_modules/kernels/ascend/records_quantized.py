@@ -11,6 +11,7 @@ from atb_modules.kernels.registry import Kernel, register
 from atb_modules.kernels.traits import QuantizedLinearTraits
 from atb_modules.strategies import LinearStrategy
 
+#: most channels of either axis of a weight, as the documentation of both operators has it
 _LONGEST = 65535
 
 

@@ -28,13 +28,21 @@ def chip_and_dtype(traits: Any, operator: str, allowed: tuple[torch.dtype, ...],
         yield f"{operator} takes {', '.join(map(short, allowed))}, the call is {short(traits.dtype)}"
     elif not soc.takes(traits.dtype):
         yield f"{soc.version} does not compute in {short(traits.dtype)}"
-    if not on_310p and soc.name == "ascend310p":
+    if not on_310p and is_310p(soc):
         yield f"{operator} does not run on {soc.version}"
 
 
 def is_310p(soc: Soc | None = None) -> bool:
+    """Whether ``soc``, by default the chip whose rules hold, is a 310P."""
     soc = soc or current_soc()
     return soc is not None and soc.name == "ascend310p"
+
+
+def whole_blocks(traits: Any) -> Iterator[str]:
+    """Rows of our kernels that a 310P, which has no DataCopyPad, cannot copy; ``AtbCheckRows`` of the tilings."""
+    soc, row = current_soc(), traits.width * traits.dtype.itemsize
+    if soc is not None and is_310p(soc) and row % 32:
+        yield f"{soc.version} copies multiples of 32 bytes, a row has {row}"
 
 
 def recorded(*tensors: torch.Tensor | None) -> bool:

@@ -28,7 +28,8 @@ class Soc:
         tera_flops: float16 products, 1e12 operations a second.
         tera_bytes: device memory, 1e12 bytes a second.
         bfloat16: whether its cores compute in bfloat16.
-        ub_to_l1: whether results go from the vector to the cube core without a detour through global memory.
+        ub_to_l1: whether Ascend C copies from a vector core's buffer to the cube core's L1 without a detour through
+            global memory (of dav-3510, the documentation says: added, a data path from the unified buffer to L1).
     """
 
     name: str
@@ -48,6 +49,11 @@ class Soc:
     l0c: int
     bfloat16: bool = True
     ub_to_l1: bool = False
+
+    @property
+    def npu_arch(self) -> int:
+        """``arch`` as the device compiler's macro ``__NPU_ARCH__`` has it."""
+        return int(self.arch.removeprefix("dav-"))
 
     @property
     def balance(self) -> float:
@@ -79,11 +85,11 @@ SOCS: dict[str, Soc] = {
         _split("ascend910_93", 24, 64, 192, 1850, 363.7, 1.42, "Ascend910_9391"),
         Soc(
             "ascend310p", "Ascend310P3", "dav-2002", 10, 8, 22 * GIB, 16 * MIB, 1060, 86.8, 0.18,
-            ub=256 * KIB, l1=1024 * KIB, l0a=0, l0b=0, l0c=256 * KIB, bfloat16=False, ub_to_l1=True,
+            ub=256 * KIB, l1=1024 * KIB, l0a=64 * KIB, l0b=64 * KIB, l0c=256 * KIB, bfloat16=False,
         ),
         Soc(
             "ascend950", "Ascend950PR_9599", "dav-3510", 32, 64, 128 * GIB, 128 * MIB, 1650, 432.5, 1.64,
-            ub=248 * KIB, l1=512 * KIB, l0a=0, l0b=0, l0c=256 * KIB, ub_to_l1=True,
+            ub=248 * KIB, l1=512 * KIB, l0a=64 * KIB, l0b=64 * KIB, l0c=256 * KIB, ub_to_l1=True,
         ),
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,35 +51,36 @@ def _expanded_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> tup
     return mask, code, mask.expand(shape).stride()
 
 
+class Options(NamedTuple):
+    """What the ops take after q, k and v, in the order of their schema."""
+
+    mask: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    reach: Tensor | None
+    blocks: Tensor | None
+    block_size: int
+    causal: int
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    starts: Tensor | None = None
+
+
 def _arguments(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    reach: Tensor | None,
-    blocks: Tensor | None,
-    block_size: int,
-    causal: int,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    starts: Tensor | None = None,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[structs.AttentionArgs, list[Tensor | None]]:
     """The argument struct, and the tensors that must stay alive while it is used."""
     _check_dense(q, k, v)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     dtype = library.dtype_code("q", q.dtype)
-    sinks, slopes = per_head("sinks", sinks, heads), per_head("alibi_slopes", alibi_slopes, heads)
-    mask, mask_code, mask_strides = _expanded_mask(mask, (batch, heads, q_len, kv_len))
-    reach, reach_stride = _checked_reach(reach, batch, q_len)
-    blocks, block_strides = _checked_blocks(blocks, block_size, q.shape, kv_len)
-    starts = _checked_starts(starts, q_len * (heads // kv_heads))
+    sinks, slopes = per_head("sinks", options.sinks, heads), per_head("alibi_slopes", options.alibi_slopes, heads)
+    mask, mask_code, mask_strides = _expanded_mask(options.mask, (batch, heads, q_len, kv_len))
+    reach, reach_stride = _checked_reach(options.reach, batch, q_len)
+    blocks, block_strides = _checked_blocks(options.blocks, options.block_size, q.shape, kv_len)
+    starts = _checked_starts(options.starts, q_len * (heads // kv_heads))
     q, k, v = last_dense(q), last_dense(k), last_dense(v)
     strides = ctypes.c_int64 * 3
     args = structs.AttentionArgs(
@@ -107,14 +108,14 @@ def _arguments(
         0 if starts is None else starts.numel(),
         reach_stride,
         (ctypes.c_int64 * 2)(*block_strides),
-        block_size,
-        left,
-        right,
-        scale,
-        softcap,
+        options.block_size,
+        options.left,
+        options.right,
+        options.scale,
+        options.softcap,
         dtype,
         mask_code,
-        causal,
+        options.causal,
         threads(),
     )
     return args, [q, k, v, mask, sinks, slopes, reach, blocks, starts]
@@ -168,7 +169,7 @@ def _checked_starts(starts: Tensor | None, lanes: int) -> Tensor | None:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     out, lse = _meta(q, k, v)
-    args, keep = _arguments(out, lse, q, k, v, *options)
+    args, keep = _arguments(out, lse, q, k, v, Options(*options))
     if q.numel():
         call("atb_attention", args)
     del keep
@@ -188,7 +189,7 @@ def _attention_backward(
     """Gradients of q, k and v in float32; ``out`` and ``lse`` may be those of several calls merged."""
     out, d_out = (t.to(q.dtype).transpose(1, 2).contiguous() for t in (out, d_out))
     lse = lse.contiguous()
-    forward, keep = _arguments(out, lse, q, k, v, *options)
+    forward, keep = _arguments(out, lse, q, k, v, Options(*options))
     d_q = torch.empty(q.shape, dtype=torch.float32)
     splits = _splits(q.shape[0] * k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], threads())
     d_k, d_v = (torch.zeros((splits, *k.shape), dtype=torch.float32) for _ in range(2))

@@ -6,6 +6,8 @@ the merged output and LSE, under which each finds its share of the one softmax: 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,9 +37,14 @@ def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> No
         call("atb_merge_attention", args)
 
 
-def _options(reach: Tensor | None, starts: Tensor | None, causal: int, scale: float, softcap: float) -> tuple:
+def _options(
+    reach: Tensor | None, starts: Tensor | None, causal: int, scale: float, softcap: float
+) -> ops_attention.Options:
     """What ``attention`` takes after q, k and v."""
-    return None, None, None, reach, None, 0, causal, -1, -1, scale, softcap, starts
+    return ops_attention.Options(
+        mask=None, sinks=None, alibi_slopes=None, reach=reach, blocks=None, block_size=0, causal=causal, left=-1,
+        right=-1, scale=scale, softcap=softcap, starts=starts,
+    )  # fmt: skip
 
 
 def _pair(
@@ -76,15 +83,10 @@ def _pair_backward(
     v: Tensor,
     other_k: Tensor,
     other_v: Tensor,
-    reach: Tensor | None,
-    other_reach: Tensor | None,
-    starts: Tensor | None,
-    other_starts: Tensor | None,
-    causal: int,
-    scale: float,
-    softcap: float,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, other_k and other_v in float32."""
+    """Gradients of q, k, v, other_k and other_v in float32; ``options`` are those of the forward, from reach on."""
+    reach, other_reach, starts, other_starts, causal, scale, softcap = options
     merged = d_out, d_lse, out, lse, q
     d_q, d_k, d_v = ops_attention._attention_backward(*merged, k, v, *_options(reach, starts, causal, scale, softcap))
     more, d_other_k, d_other_v = ops_attention._attention_backward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,20 @@ def _check_pages(
     check_same("kv_lengths", kv_lengths, "the rows of block_table", (block_table.shape[0],), torch.int32)
 
 
+class _Options(NamedTuple):
+    """What the op takes after cu_seqlens_q, in the order of its schema."""
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    causal: bool
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
 def paged_attention_out(
     q: Tensor,
     k_pages: Tensor,
@@ -58,16 +74,7 @@ def paged_attention_out(
     block_table: Tensor,
     kv_lengths: Tensor,
     cu_seqlens_q: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    *,
+    *options: Any,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -77,6 +84,8 @@ def paged_attention_out(
     window need not exist (block_table -1), and unwritten slots may hold anything. int8 pages come with scales, float32
     (num_pages, kv_heads).
     """
+    given = _Options(*options)
+    k_scales, v_scales = given.k_scales, given.v_scales
     _check_pages(q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales)
     total, heads, head_dim = q.shape
     batch = block_table.shape[0]
@@ -84,7 +93,7 @@ def paged_attention_out(
     dtype, page_dtype = library.dtype_code("q", q.dtype), library.page_dtype_code("k_pages", k_pages.dtype)
     check_out(out, q.shape, q.dtype)
     check_same("lse", lse, "q", (heads, total), torch.float32)
-    sinks, slopes = per_head("sinks", sinks, heads), per_head("alibi_slopes", alibi_slopes, heads)
+    sinks, slopes = per_head("sinks", given.sinks, heads), per_head("alibi_slopes", given.alibi_slopes, heads)
     if q.numel() == 0:
         return
     q = last_dense(q)
@@ -112,13 +121,13 @@ def paged_attention_out(
         total,
         q.stride(0),
         q.stride(1),
-        left,
-        right,
-        scale,
-        softcap,
+        given.left,
+        given.right,
+        given.scale,
+        given.softcap,
         dtype,
         page_dtype,
-        causal,
+        given.causal,
         threads(),
     )
     call("atb_paged_attention", args)
@@ -129,43 +138,9 @@ def _meta_paged(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return out, torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
 
 
-def _paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    kv_lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _paged_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = _meta_paged(q)
-    paged_attention_out(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        kv_lengths,
-        cu_seqlens_q,
-        sinks,
-        alibi_slopes,
-        causal,
-        left,
-        right,
-        scale,
-        softcap,
-        k_scales,
-        v_scales,
-        out=out,
-        lse=lse,
-    )
+    paged_attention_out(q, *rest, out=out, lse=lse)
     return out, lse
 
 

@@ -16,7 +16,7 @@ from atb_modules.checks import check_type
 from atb_modules.fusions import Fusion
 from atb_modules.kernels.ascend.socs import Soc, find_soc
 from atb_modules.layer import TransformerLayer
-from atb_modules.optimize.planner.rules import L2_SHARE, RULES, Rule, layout_change, no_kernel, workspace
+from atb_modules.optimize.planner.rules import L2_SHARE, RULES, Rule, layout_change, no_kernel, refusal, workspace
 from atb_modules.optimize.planner.shapes import LayerShape
 from atb_modules.optimize.planner.steps import Step, layer_steps
 
@@ -185,7 +185,7 @@ def _objection(rule: Rule, run: tuple[Step, ...], shape: LayerShape, soc: Soc) -
     change = layout_change(run)
     if change is not None:
         return f"a layout change from {change[0]} to {change[1]} lies between them on {soc.version}"
-    lacking = no_kernel(rule, soc)
+    lacking = no_kernel(rule, soc) or refusal(rule, run, shape, soc)
     if lacking:
         return lacking
     between = workspace(rule, shape, soc)

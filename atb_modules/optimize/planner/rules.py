@@ -7,9 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atb_modules.fusions import Fusion
+from atb_modules.kernels.ascend import ops_ascendc
+from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.ascend.rules import is_310p
 from atb_modules.kernels.ascend.socs import KIB, Soc
+from atb_modules.kernels.registry import kernels
+from atb_modules.kernels.traits import ActivationTraits, LinearTraits, NormTraits
+from atb_modules.mlp import MLPType
 from atb_modules.optimize.planner.shapes import LayerShape
 from atb_modules.optimize.planner.steps import Step
+from atb_modules.strategies import LinearStrategy
 
 Need = Callable[[tuple[Step, ...], LayerShape, Soc], int]
 
@@ -53,7 +60,12 @@ def _add_norm(steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> int:
 
 
 def _norm_matmul(steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> int:
-    """A row in, a row out and the weight; the products' operands lie in the cube core's own buffers."""
+    """A row in, a row out and the weight; the products' operands lie in the cube core's own buffers.
+
+    Where vector cores reach L1, eight rows go by chunks of 512 bytes, whatever their length.
+    """
+    if soc.ub_to_l1:
+        return 8 * (3 * 512 + 2 * 4 * 512 // shape.dtype.itemsize) + 3 * KIB
     return 3 * _row(steps[:1], shape) + _floats(steps[0].width, 3) + KIB
 
 
@@ -99,16 +111,55 @@ RULES: tuple[Rule, ...] = (
 
 def no_kernel(rule: Rule, soc: Soc) -> str:
     """Why neither torch_npu nor we have the rule's kernel on this chip; empty where one of us has."""
-    if rule.fusion is Fusion.NORM_MATMUL and soc.arch != "dav-2201":
-        return f"norm_matmul is written for cube and vector cores that stand apart, not for {soc.version}"
-    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and soc.name == "ascend310p":
+    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and is_310p(soc):
         return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
     return ""
 
 
+def _registered_call(
+    rule: Rule, steps: tuple[Step, ...], shape: LayerShape
+) -> tuple[str, ActivationTraits | LinearTraits | NormTraits] | None:
+    """The op of the registry that a fusion is, and its traits; None where ``no_kernel`` answers."""
+    dtype, rows, width = shape.dtype, steps[-1].rows, steps[-1].width
+    match rule.fusion:
+        case Fusion.GATE:
+            return "gated_activation", ActivationTraits("npu", dtype, MLPType(shape.mlp_type).activation, rows, width)
+        case Fusion.ADD_NORM:
+            return "add_rms_norm", NormTraits("npu", dtype, rows, width, fused_add=True)
+        case Fusion.NORM_MATMUL:
+            return "norm_linear", LinearTraits("npu", dtype, dtype, rows, steps[0].width, width)
+    return None
+
+
+def refusal(rule: Rule, steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> str:
+    """Why each kernel for NPUs refuses the call that the rule stands for on this chip; empty where one takes it.
+
+    In the words of the registry's records, which know what the operators' documentation and our tilings allow. Whether
+    our kernels are built on this machine says nothing about the chip.
+    """
+    call = _registered_call(rule, steps, shape)
+    if call is None:
+        return ""
+    op, traits = call
+    sentences: list[str] = []
+    unbuilt = ops_ascendc.unbuilt_reason()
+    with assume_soc(soc):
+        for kernel in kernels(op):
+            if kernel.device_types != ("npu",) or kernel.strategy is LinearStrategy.ASCEND:
+                continue  # torch_npu's norm and product are two kernels
+            reasons = [reason for reason in kernel.reasons(None, traits) if reason != unbuilt]
+            if not reasons:
+                return ""
+            sentences += reasons
+    return "; ".join(sentences)
+
+
 def workspace(rule: Rule, shape: LayerShape, soc: Soc) -> int:
-    """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache."""
-    if rule.fusion is not Fusion.NORM_MATMUL:
+    """Bytes between the vector and the cube cores of a mixed kernel, which should stay in the L2 cache.
+
+    None where vector cores write the L1 of their cube core.
+    """
+    if rule.fusion is not Fusion.NORM_MATMUL or soc.ub_to_l1:
         return 0
     rows = min(shape.tokens, 128)
     return 2 * rows * shape.hidden_size * shape.dtype.itemsize * min(soc.cube_cores, -(-shape.tokens // rows))

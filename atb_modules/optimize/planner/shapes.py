@@ -9,6 +9,8 @@ import torch
 
 from atb_modules.checks import check_bool, check_int, check_type
 from atb_modules.layer import TransformerLayer
+from atb_modules.mlp import MLPType
+from atb_modules.strategies import parse_enum
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,10 @@ class LayerShape:
         kv_len: keys that each of them may see, with those of the cache.
         batch: rows; 1 token each is a decode step.
         dtype: of activations and weights.
-        gated: whether the feed-forward has a gate beside the up projection.
+        mlp_type: of the feed-forward, as ``TransformerLayer`` takes it: whether it has a gate, and how that activates.
         rotary, cached, qk_norm, bias: whether the layer rotates, writes a cache, normalises heads, adds biases to q, k
             and v.
-        page_size: tokens of a page.
+        page_size: tokens of a page; of the call, no plan depends on it.
     """
 
     hidden_size: int
@@ -36,7 +38,7 @@ class LayerShape:
     kv_len: int
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
-    gated: bool = True
+    mlp_type: str = MLPType.SWIGLU
     rotary: bool = True
     cached: bool = True
     qk_norm: bool = False
@@ -50,6 +52,7 @@ class LayerShape:
                 check_int(field.name, value)
             elif field.type == "bool":
                 check_bool(field.name, value)
+        object.__setattr__(self, "mlp_type", parse_enum(MLPType, self.mlp_type, "mlp_type"))
         if self.tokens < self.batch:
             raise ValueError(f"tokens is {self.tokens}; {self.batch} rows take at least one token each")
         if self.cached and self.tokens > self.batch * self.kv_len:
@@ -60,6 +63,11 @@ class LayerShape:
             raise ValueError(
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate beside the up projection."""
+        return MLPType(self.mlp_type).is_gated
 
 
 def shape_of(layer: TransformerLayer, tokens: int, kv_len: int, batch: int = 1, page_size: int = 128) -> LayerShape:
@@ -72,9 +80,8 @@ def shape_of(layer: TransformerLayer, tokens: int, kv_len: int, batch: int = 1, 
     placement, kind = str(layer.placement), str(layer.layer_type)
     if placement != "pre" or kind == "cross_decoder":
         raise ValueError(f"layer is {kind!r} with norm_placement {placement!r}; the planner knows pre-norm layers")
-    up = getattr(layer.mlp, "up_proj", None) or getattr(layer.mlp, "gate_up_proj", None)
-    down = getattr(layer.mlp, "down_proj", None)
-    if up is None or down is None:
+    down, mlp_type = getattr(layer.mlp, "down_proj", None), getattr(layer.mlp, "mlp_type", None)
+    if down is None or mlp_type is None:
         raise ValueError(f"layer.mlp is {type(layer.mlp).__name__}; the planner knows FeedForward")
     attention = layer.attention
     return LayerShape(
@@ -87,7 +94,7 @@ def shape_of(layer: TransformerLayer, tokens: int, kv_len: int, batch: int = 1, 
         kv_len=kv_len,
         batch=batch,
         dtype=down.weight.dtype,
-        gated=up.out_features != down.in_features,
+        mlp_type=mlp_type,
         rotary=attention.rotary is not None,
         cached=str(layer.mode) == "inference",
         qk_norm=attention.q_norm is not None,

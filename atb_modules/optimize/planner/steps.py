@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from atb_modules.kernels.ascend.rules import is_310p
 from atb_modules.kernels.ascend.socs import Soc
 from atb_modules.optimize.planner.shapes import LayerShape
 
@@ -55,7 +57,7 @@ class Step:
 
 def layer_steps(shape: LayerShape, soc: Soc) -> tuple[Step, ...]:
     """The steps of a layer in order; on a chip whose cube cores want fractals, products read and write those."""
-    build = _Builder(shape, "NZ" if soc.name == "ascend310p" else "ND")
+    build = _Builder(shape, "NZ" if is_310p(soc) else "ND")
     x = build.buffer("hidden states", shape.hidden_size)
     normed = build.norm("attention norm", x)
     attended = build.attention(normed)
@@ -75,7 +77,9 @@ class _Builder:
     def buffer(self, name: str, width: int, layout: str = "ND", kept: bool = False, size: int = 0) -> Buffer:
         return Buffer(name, self.shape.tokens * width, size or self.size, layout, kept)
 
-    def step(self, name: str, kind: str, reads, writes, operations: float, width: int) -> None:
+    def step(
+        self, name: str, kind: str, reads: Iterable[Buffer], writes: Iterable[Buffer], operations: float, width: int
+    ) -> None:
         self.steps.append(Step(name, kind, tuple(reads), tuple(writes), operations, self.shape.tokens, width))
 
     def norm(self, name: str, x: Buffer) -> Buffer:

@@ -5,9 +5,10 @@ of the on-chip memories of each SoC, alignment, bounds, queues, hand-over betwee
 wrote. What passes here is *emulated*: it has met no device.
 
 Not modelled: time and the caches; the last bits of the vector unit's functions, which are those of the C library here;
-that an event of a number may be held by a queue; the cube side of other generations than dav-2201 (910B, 910_93); the
-libraries above the basic API. A vector instruction that uses the result of the one before it must stand behind a
-``PipeBarrier``, even where the device compiler would put one there itself.
+that an event of a number may be held by a queue; the cube side of dav-2002 (310P), and of dav-3510 (950) what our
+kernels do not use, such as register programs; the libraries above the basic API. A vector instruction that uses the
+result of the one before it must stand behind a ``PipeBarrier``, even where the device compiler would put one there
+itself.
 """
 
 from atb_modules.testing.ascendc.build import EmulationError, build_kernels

@@ -11,7 +11,19 @@ from atb_modules.kernels.ascend.socs import Soc
 from atb_modules.testing.ascendc.kernels import DTYPES, cube_of, host_number, run, tile
 from atb_modules.testing.ascendc.run import In, Out, Report, Work
 
-__all__ = ["flash_attention", "paged_decode"]
+__all__ = ["PagedDecodeShape", "flash_attention", "paged_decode"]
+
+
+class PagedDecodeShape(ctypes.Structure):
+    """A call of the paged kernel, as ``tiling/paged_decode.h`` has it."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "batch", "heads", "kv_heads", "head_dim", "value_dim", "page_size", "pages", "max_blocks", "q_step",
+            "max_length", "left",
+        )
+    ]  # fmt: skip
 
 
 def _workspace(op: str, tiling: ctypes.Array, *given: int) -> Tensor:
@@ -46,10 +58,13 @@ def paged_decode(
     batch, heads, dim = q.shape
     pages, kv_heads, page_size, value_dim = v_pages.shape
     max_blocks = block_table.shape[1]
+    shape = PagedDecodeShape(
+        batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim, page_size=page_size,
+        pages=pages, max_blocks=max_blocks, q_step=q.stride(0),
+        max_length=max_blocks * page_size if max_length is None else max_length, left=left,
+    )  # fmt: skip
     tiling = tile(
-        "paged_decode", "PagedDecodeTiling", soc, dtype=q.dtype, batch=batch, heads=heads, kv_heads=kv_heads,
-        head_dim=dim, value_dim=value_dim, page_size=page_size, pages=pages, max_blocks=max_blocks,
-        q_step=q.stride(0), max_length=max_blocks * page_size if max_length is None else max_length, left=left,
+        "paged_decode", "PagedDecodeTiling", soc, dtype=q.dtype, shape=shape,
         scale=dim**-0.5 if scale is None else scale, softcap=softcap,
     )  # fmt: skip
     out = torch.empty(batch, heads, value_dim, dtype=q.dtype)

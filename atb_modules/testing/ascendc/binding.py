@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from atb_modules.testing.ascendc.build import (
+    ARCH,
     COMPILER,
     INCLUDE,
+    arch_option,
     emulation_objects,
     emulation_parts,
     kernel_headers,
@@ -22,16 +24,17 @@ from atb_modules.testing.ascendc.kernels import ASCENDC
 from atb_modules.testing.build_cache import cached_build
 
 
-def kernel_object(source: Path) -> Path:
-    """The object file of one kernel source on the emulation."""
+def kernel_object(source: Path, arch: int) -> Path:
+    """The object file of one kernel source on the emulation of a generation."""
     headers = kernel_headers(source.parent)
+    defined = arch_option(source.read_text(), arch)
 
     def build(directory: Path) -> None:
         unit = write_unit(source, directory)
-        command = [COMPILER, *options(), f"-I{INCLUDE}", f"-I{source.parent}", "-c", str(unit)]
+        command = [COMPILER, *options(), *defined, f"-I{INCLUDE}", f"-I{source.parent}", "-c", str(unit)]
         run_compiler([*command, "-o", str(directory / "kernel.o")], source.name)
 
-    parts = [source.read_text(), *read_sources(headers), *emulation_parts(), "object"]
+    parts = [source.read_text(), *read_sources(headers), *emulation_parts(), *defined, "object"]
     return cached_build(f"ascendc-object-{source.stem}", parts, build) / "kernel.o"
 
 
@@ -53,7 +56,7 @@ def binding_object(source: Path, torch_npu: Path) -> Path:
     return cached_build(f"ascendc-{source.stem}", parts, build) / "binding.o"
 
 
-def build_binding(torch_npu: Path) -> Path:
+def build_binding(torch_npu: Path, arch: int = ARCH) -> Path:
     """The shared library with all ops ``atb_modules::ascend_*`` whose kernels run on the emulation.
 
     Load it with ``torch.ops.load_library`` after torch_npu. Set ``TASK_QUEUE_ENABLE=0`` before torch_npu is imported,
@@ -61,13 +64,14 @@ def build_binding(torch_npu: Path) -> Path:
 
     Args:
         torch_npu: the unpacked package ``torch_npu`` of a wheel, for its headers.
+        arch: the generation that kernels with a cube side are built for.
     """
     bindings = sorted(ASCENDC.glob("binding*.cpp"))
     kernels = [path for path in sorted(ASCENDC.glob("*.cpp")) if path not in bindings]
     emulation_objects()
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(binding_object, path, torch_npu) for path in bindings]
-        jobs += [pool.submit(kernel_object, path) for path in kernels]
+        jobs += [pool.submit(kernel_object, path, arch) for path in kernels]
         objects = [job.result() for job in jobs]
     objects += sorted(emulation_objects().glob("*.o"))
 

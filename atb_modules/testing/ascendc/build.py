@@ -20,6 +20,8 @@ OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-fvisibility=hidd
 
 _ENTRY = re.compile(r"__global__\s+__aicore__\s+void\s+(\w+)\s*\(")
 _TYPE = re.compile(r"KERNEL_TASK_TYPE_DEFAULT\s*\(\s*(\w+)\s*\)")
+#: the generation of 910B and 910_93, as the device compiler's macro __NPU_ARCH__ names it
+ARCH = 2201
 
 
 class EmulationError(RuntimeError):
@@ -82,6 +84,11 @@ def kernel_headers(*roots: Path) -> list[Path]:
     return [path for root in roots for path in root.rglob("*.h") if path.name != "launch.h"]
 
 
+def arch_option(text: str, arch: int) -> tuple[str, ...]:
+    """``__NPU_ARCH__`` for sources with a cube side; vector kernels are the same on every generation."""
+    return (f"-D__NPU_ARCH__={arch}",) if "_AIC_" in text else ()
+
+
 def write_unit(source: Path, directory: Path) -> Path:
     """A source that includes a kernel source as it is and registers its kernels with the emulation."""
     entries = kernel_entries(source.read_text())
@@ -92,12 +99,13 @@ def write_unit(source: Path, directory: Path) -> Path:
     return unit
 
 
-def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
+def build_kernel(source: Path, *, include: Sequence[Path] = (), arch: int = ARCH) -> Path:
     """The shared library with the kernels of ``source`` on the emulation; built once for the same text.
 
     Args:
         source: a kernel source, as the device compiler takes it.
         include: more directories to look for headers; that of the source is one.
+        arch: the generation of the SoC, for sources with a cube side.
 
     Raises:
         EmulationError: it does not compile; where an instruction has no such form, the text says so.
@@ -107,16 +115,17 @@ def build_kernel(source: Path, *, include: Sequence[Path] = ()) -> Path:
     if not kernel_entries(text):
         raise ValueError(f'source {source} has no kernel (extern "C" __global__ __aicore__ void name(...))')
     headers = kernel_headers(source.parent, *include)
-    objects = emulation_objects()
+    objects, defined = emulation_objects(), arch_option(text, arch)
 
     def build(directory: Path) -> None:
         unit = write_unit(source, directory)
         directories = [f"-I{path}" for path in (INCLUDE, source.parent, *include)]
         linked = [str(path) for path in sorted(objects.glob("*.o"))]
         library = str(directory / "kernel.so")
-        run_compiler([COMPILER, *options(), *directories, "-shared", str(unit), *linked, "-o", library], source.name)
+        command = [COMPILER, *options(), *defined, *directories, "-shared", str(unit), *linked, "-o", library]
+        run_compiler(command, source.name)
 
-    parts: list[str | bytes] = [text, *read_sources(headers), *emulation_parts()]
+    parts: list[str | bytes] = [text, *read_sources(headers), *emulation_parts(), *defined]
     return cached_build(f"ascendc-{source.stem}", parts, build) / "kernel.so"
 
 
@@ -134,8 +143,10 @@ def build_host(source: Path) -> Path:
     return cached_build(f"ascendc-{source.stem}", parts, build) / "host.so"
 
 
-def build_kernels(sources: Iterable[Path], *, include: Sequence[Path] = (), workers: int = 2) -> list[Path]:
+def build_kernels(
+    sources: Iterable[Path], *, include: Sequence[Path] = (), arch: int = ARCH, workers: int = 2
+) -> list[Path]:
     """``build_kernel`` of several sources, ``workers`` at a time."""
     emulation_objects()
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda source: build_kernel(source, include=include), sources))
+        return list(pool.map(lambda source: build_kernel(source, include=include, arch=arch), sources))

@@ -31,7 +31,7 @@ _FLOAT = {"eps", "scale", "softcap", "weight_offset"}
 class Cube(ctypes.Structure):
     """What the tilings of kernels with a cube side are told of it."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("l1", "l0a", "l0b", "l0c")] + [("split", ctypes.c_int32)]
+    _fields_ = [(name, ctypes.c_int64) for name in ("l1", "l0a", "l0b", "l0c")] + [("arch", ctypes.c_int32)]
 
 
 class _Soc(ctypes.Structure):
@@ -91,7 +91,7 @@ def host_number(function: str, tiling: ctypes.Array, *given: int) -> int:
 
 def cube_of(soc: str | Soc) -> Cube:
     soc = soc_of(soc)
-    return Cube(soc.l1, soc.l0a, soc.l0b, soc.l0c, soc.arch == "dav-2201")
+    return Cube(soc.l1, soc.l0a, soc.l0b, soc.l0c, soc.npu_arch)
 
 
 def blocks_of(tiling: ctypes.Array) -> int:

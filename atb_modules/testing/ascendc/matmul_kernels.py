@@ -31,6 +31,7 @@ def norm_matmul(
     bytes_needed = host_number("atb_norm_matmul_workspace", tiling, DTYPES[x.dtype][0])
     out, work = torch.empty(rows, weight.shape[0], dtype=x.dtype), torch.empty(bytes_needed, dtype=torch.uint8)
     arguments = [
-        In(x), None if norm_weight is None else In(norm_weight), In(weight), Out(out), Work(work.view(x.dtype)),
+        In(x), None if norm_weight is None else In(norm_weight), In(weight), Out(out),
+        Work(work.view(x.dtype)) if bytes_needed else None,
     ]  # fmt: skip
     return out, run("norm_matmul", x.dtype, arguments, tiling, soc, trace)

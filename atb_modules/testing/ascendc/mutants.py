@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atb_modules.testing.ascendc import build_kernels, kernels
+from atb_modules.testing.ascendc.build import ARCH
 
 _OTHER_ENTRIES = re.compile(
     r'(?s)(#ifndef ATB_NO_BFLOAT16\n)?extern "C" __global__ __aicore__ void\s+\w+_(bfloat16|float)\(.*?\n}\n(#endif\n)?'
@@ -34,10 +35,12 @@ def mutated_sources(directory: Path, name: str, old: str, new: str) -> Path:
     return copy
 
 
-def plant(directory: Path, kernel: str, faults: Mapping[str, tuple[str, str, str, str]]) -> dict[str, Path]:
+def plant(
+    directory: Path, kernel: str, faults: Mapping[str, tuple[str, str, str, str]], arch: int = ARCH
+) -> dict[str, Path]:
     """``mutated_sources`` for every fault (file, old, new, what the emulation says), with ``kernel`` built."""
     copies = {}
     for number, (fault, (name, old, new, _)) in enumerate(faults.items()):
         copies[fault] = mutated_sources(directory / str(number), name, old, new)
-    build_kernels(copy / f"{kernel}.cpp" for copy in copies.values())
+    build_kernels((copy / f"{kernel}.cpp" for copy in copies.values()), arch=arch)
     return copies

@@ -87,7 +87,7 @@ def Work(tensor: Tensor) -> Argument:
 
 class _Limits(ctypes.Structure):
     _fields_ = [("capacity", ctypes.c_int64 * 5)] + [
-        (name, ctypes.c_int32) for name in ("cube_cores", "vector_cores", "bfloat16", "split", "pads")
+        (name, ctypes.c_int32) for name in ("cube_cores", "vector_cores", "bfloat16", "arch")
     ]
 
 
@@ -99,7 +99,11 @@ class _Tensor(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a launch moved between a tensor and the cores, and how many elements were never written."""
+    """Bytes that a launch moved between a tensor and the cores, and how many elements were never written.
+
+    ``unwritten`` is 0 for an input. In an output it counts elements that still hold the poison: what the kernel forgot,
+    or the gaps of a view. In an ``InOut`` or a ``Work`` it is what the kernel had no reason to write.
+    """
 
     read: int
     written: int
@@ -203,11 +207,9 @@ def _library(path: Path) -> ctypes.CDLL:
 
 
 def limits_of(soc: Soc) -> _Limits:
-    """The numbers of a SoC that the emulation enforces; the cube side is modelled for dav-2201."""
+    """The numbers of a SoC that the emulation enforces; the cube side is modelled for dav-2201 and dav-3510."""
     capacity = (ctypes.c_int64 * 5)(soc.ub, soc.l1, soc.l0a, soc.l0b, soc.l0c)
-    split = soc.arch == "dav-2201"
-    pads = soc.arch != "dav-2002"
-    return _Limits(capacity, soc.cube_cores, soc.vector_cores, soc.bfloat16, split, pads)
+    return _Limits(capacity, soc.cube_cores, soc.vector_cores, soc.bfloat16, soc.npu_arch)
 
 
 def launch(
@@ -236,7 +238,7 @@ def launch(
         EmulationError: a rule of the hardware is broken; the text says which, and where.
     """
     soc = soc if isinstance(soc, Soc) else find_soc(soc)
-    library = _library(build_kernel(Path(source), include=include))
+    library = _library(build_kernel(Path(source), include=include, arch=soc.npu_arch))
     tensors, packed, sizes = [], bytearray(), []
     for index, argument in enumerate(arguments):
         if isinstance(argument, Argument):

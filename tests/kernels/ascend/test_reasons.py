@@ -161,7 +161,7 @@ FORBIDDEN = [
     ("cache_append", "ascend", "910b1", {"dtype": torch.float64, "page_dtype": INT8}, None, "the call is float64"),
     ("rotary_append", "ascend", "310p", {"page_dtype": INT8}, None, "does not run on Ascend310P3"),
     ("rotary_append", "ascend", "910b1", {"head_dim": 896}, None, "fewer than 896 channels"),
-    ("attention", "ascend_c", "950", {}, CAUSAL, "cores that stand apart (910B, 910_93), not for Ascend950PR_9599"),
+    ("attention", "ascend_c", "310p", {}, CAUSAL, "cores that stand apart, not for Ascend310P3"),
     ("attention", "ascend_c", "910b1", {"requires_grad": True}, CAUSAL, "our flash kernel has no backward"),
     ("attention", "ascend_c", "910b1", {"has_sinks": True}, CAUSAL, "knows causality and windows alone"),
     (

@@ -122,7 +122,7 @@ def test_the_table_of_socs_is_the_one_of_python():
     assert table == {
         name: [
             soc.ub, soc.vector_cores, soc.cube_cores, soc.bfloat16, soc.arch != "dav-2002",
-            soc.l1, soc.l0a, soc.l0b, soc.l0c, soc.arch == "dav-2201",
+            soc.l1, soc.l0a, soc.l0b, soc.l0c, soc.npu_arch,
         ]
         for name, soc in SOCS.items()
     }  # fmt: skip

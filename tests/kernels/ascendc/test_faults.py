@@ -75,6 +75,19 @@ CUBE = {
     "conversion_that_does_not_fit": "quantPre does not fit",
     "vector_op_on_a_cube_core": "a cube core has no UB",
 }
+#: the way from the unified buffer to L1, and what else dav-3510 does in its own way
+DAV_3510 = {
+    "no_wait_for_the_rows": "reads byte 0 of L1, which nobody has written",
+    "waits_for_one_vector_core": "of L1, which nobody has written|before the write by pipe MTE3 of core 2",
+    "slot_filled_too_early": "L1 at byte 0 before the write by pipe MTE3 of core 1 .* a cross-core flag is missing",
+    "rows_not_yet_computed": "V_MTE3 is missing",
+    "over_another_buffer": "overwrites L1 at byte 512 while pipe MTE2 of core 0 may still write it",
+    "behind_the_buffers": "a vector core writes L1 where its cube core has no buffer",
+    "rows_of_fractals_in_l0a": "L0A of dav-3510 holds columns of fractals",
+    "fill_of_l0a": "dav-3510 fills L1, not L0A or L0B",
+    "columns_too_close": "a stride is smaller than the fractals of a column",
+    "rows_that_start_no_block": "rows of the unified buffer start blocks",
+}
 MIXED = {
     "mixed_without_wait": "of global memory",
     "mixed_half_set": r"CrossCoreWaitFlag\(3\) waits for a flag that no core sets: it would hang",
@@ -84,6 +97,7 @@ MIXED = {
 @pytest.fixture(scope="module", autouse=True)
 def built():
     build_kernels(SOURCES / f"{name}.cpp" for name in ("faults_memory", "faults_sync", "faults_cube", "mixed"))
+    build_kernels([SOURCES / "faults_3510.cpp"], arch=3510)
 
 
 def run_vector(source, kernel, count=COUNT, blocks=1, soc="ascend910b1"):
@@ -126,6 +140,27 @@ def test_faults_of_the_cube_side(kernel):
         launch(SOURCES / "faults_cube.cpp", kernel, [In(a), Out(c)])
 
 
+def straight_to_l1(kernel, soc="ascend950"):
+    generator = fresh_generator()
+    a, b = (torch.randn(16, 16, generator=generator).half() for _ in range(2))
+    c = torch.empty(16, 16)
+    return a, b, c, launch(SOURCES / "faults_3510.cpp", kernel, [In(a), In(b), Out(c)], soc=soc)
+
+
+def test_vector_cores_write_the_l1_of_their_cube_core():
+    a, b, c, report = straight_to_l1("correct")
+    torch.testing.assert_close(c, (a + 1).float() @ b.float().T, rtol=1e-5, atol=1e-4)
+    assert report.bytes_moved == 2 * 512 + 1024  # the sum goes through no global memory
+    with pytest.raises(EmulationError, match="no way from the unified buffer to L1"):
+        straight_to_l1("correct", "ascend910b1")
+
+
+@pytest.mark.parametrize("kernel", DAV_3510)
+def test_faults_on_the_way_to_l1(kernel):
+    with pytest.raises(EmulationError, match=DAV_3510[kernel]):
+        straight_to_l1(kernel)
+
+
 def mixed(kernel, m=37, n=43, k=90, blocks=1):
     generator = fresh_generator()
     a, b = (torch.randn(rows, k, generator=generator).half() for rows in (m, n))
@@ -157,7 +192,7 @@ def test_limits_are_those_of_the_soc():
         run_vector("faults_memory.cpp", "correct", soc="ascend310p")
     run_vector("faults_memory.cpp", "correct", soc="ascend950")
     with pytest.raises(EmulationError, match="the cube side of this SoC is not modelled"):
-        launch(SOURCES / "mixed.cpp", "mixed", [], soc="ascend950")
+        launch(SOURCES / "mixed.cpp", "mixed", [], soc="ascend310p")
     for soc in SOCS.values():
         with pytest.raises(EmulationError, match=f"{soc.vector_cores + 1} blocks on {soc.vector_cores} cores"):
             run_vector("faults_memory.cpp", "correct", blocks=soc.vector_cores + 1, soc=soc)

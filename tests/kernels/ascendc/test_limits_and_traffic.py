@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atb_modules.kernels.ascend.availability import assume_soc
+from atb_modules.kernels.ascend.rules import whole_blocks
 from atb_modules.kernels.ascend.socs import SOCS
+from atb_modules.kernels.traits import NormTraits
 from atb_modules.testing.ascendc import kernels as emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,6 +29,32 @@ def fits(call, soc):
         assert str(error).startswith("ascend ")
         return
     assert report.peak("UB") <= soc.ub - emulated.RESERVED_UB
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    soc=socs, dtype=st.sampled_from([torch.float16, torch.float32]), rows=st.integers(2, 50), width=st.integers(1, 500)
+)
+def test_records_and_tilings_refuse_the_same_rows(soc, dtype, rows, width):
+    """What Python says of rows that a chip cannot copy, and what the C++ that lays kernels out says."""
+    with assume_soc(soc):
+        refused = bool(list(whole_blocks(NormTraits("npu", dtype, rows, width))))
+    norm = {
+        "adds": True,
+        "has_weight": True,
+        "cast_first": False,
+        "keeps_rstd": False,
+        "eps": 1e-6,
+        "weight_offset": 0.0,
+    }
+    halves = {"gate_step": 2 * width, "up_step": 2 * width, "kind": 0}
+    for op, struct, options in (("rms_norm", "RmsNormTiling", norm), ("gated", "GatedTiling", halves)):
+        try:
+            emulated.tile(op, struct, soc, dtype=dtype, rows=rows, width=width, **options)
+        except ValueError as error:
+            assert refused and str(error).endswith("copies multiples of 32 bytes, and a row is none")
+        else:
+            assert not refused
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from functools import partial
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from atb_modules.kernels.reference.attention import paged_attention_reference
 from atb_modules.spec import AttentionSpec
 from atb_modules.testing import assert_parity, fresh_generator, summation_orders
 from atb_modules.testing.ascendc import EmulationError, kernels
-from atb_modules.testing.ascendc.attention_kernels import paged_decode
+from atb_modules.testing.ascendc.attention_kernels import PagedDecodeShape, paged_decode
 from atb_modules.testing.ascendc.mutants import mutated_sources, plant
 from atb_modules.testing.plain import plain_paged_attention
 
@@ -146,14 +147,33 @@ def test_peak_of_the_unified_buffer_is_what_the_tiling_says():
 
 def tile(soc, dtype, batch, heads, kv_heads, dim, value_dim, page_size, length, left, softcap):
     try:
+        shape = PagedDecodeShape(
+            batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim, page_size=page_size,
+            pages=batch * -(-length // page_size), max_blocks=-(-length // page_size), q_step=heads * dim,
+            max_length=length, left=left,
+        )  # fmt: skip
         return kernels.tile(
-            "paged_decode", "PagedDecodeTiling", soc, dtype=dtype, batch=batch, heads=heads, kv_heads=kv_heads,
-            head_dim=dim, value_dim=value_dim, page_size=page_size, pages=batch * -(-length // page_size),
-            max_blocks=-(-length // page_size), q_step=heads * dim, max_length=length, left=left, scale=1.0,
-            softcap=softcap,
+            "paged_decode", "PagedDecodeTiling", soc, dtype=dtype, shape=shape, scale=1.0, softcap=softcap
         ), None  # fmt: skip
     except ValueError as refusal:
         return None, str(refusal)
+
+
+def test_the_fields_of_a_shape_arrive_by_name():
+    """The tiling begins with 32-bit numbers of the same names; one value is like no other."""
+    given = {
+        "batch": 3, "heads": 12, "kv_heads": 4, "head_dim": 80, "value_dim": 96, "page_size": 48, "pages": 77,
+        "max_blocks": 50, "q_step": 1000,
+    }  # fmt: skip
+    shape = PagedDecodeShape(**given, max_length=2000, left=1500)
+    tiling = kernels.tile(
+        "paged_decode", "PagedDecodeTiling", "ascend910b1", dtype=torch.float16, shape=shape, scale=0.5, softcap=2.0
+    )
+    names = [*list(given)[:3], "group", *list(given)[3:], "tile", "parts", "part_keys"]
+    numbers = dict(zip(names, struct.unpack_from("13I", bytes(tiling)[4:]), strict=True))
+    assert {name: numbers[name] for name in given} == given
+    assert numbers["parts"] * numbers["part_keys"] >= 1501 > (numbers["parts"] - 1) * numbers["part_keys"]
+    assert struct.unpack_from("i2f", bytes(tiling)[56:]) == (1500, 0.5, 2.0)
 
 
 def bytes_of(tiling, dtype):

@@ -16,9 +16,9 @@ SHAPE = LayerShape(1024, 8, 2, 128, 2048, tokens=96, kv_len=96, dtype=torch.floa
 DECODE = dataclasses.replace(SHAPE, tokens=48, kv_len=48, batch=48)
 
 
-def planned(shape, fusion):
+def planned(shape, fusion, soc="ascend910b1"):
     """Bytes of the fused group alone: its steps, cut out of the layer."""
-    steps = layer_steps(shape, SOCS["ascend910b1"])
+    steps = layer_steps(shape, SOCS[soc])
     kinds = {
         Fusion.ADD_NORM: ("add", "norm"),
         Fusion.NORM_MATMUL: ("norm", "matmul"),
@@ -39,7 +39,7 @@ def planned(shape, fusion):
         )
         for step in run
     ]
-    groups = plan_steps(kept, shape, SOCS["ascend910b1"]).groups
+    groups = plan_steps(kept, shape, SOCS[soc]).groups
     assert [group.fusion for group in groups] == [fusion]
     return groups[0].bytes
 
@@ -52,7 +52,7 @@ def half(*shape):
     return torch.randn(shape).half()
 
 
-def counted(shape, fusion):
+def counted(shape, fusion, soc="ascend910b1"):
     rows, heads, kv_heads, dim = shape.tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim
     x = half(rows, shape.hidden_size)
     weight = half(shape.hidden_size)
@@ -65,10 +65,11 @@ def counted(shape, fusion):
         return kernels.gated_activation(*both.split(shape.intermediate_size, dim=1), trace=False)[-1].bytes_moved
     if fusion is Fusion.NORM_MATMUL:
         product = half((heads + 2 * kv_heads) * dim, shape.hidden_size)
-        report = matmul_kernels.norm_matmul(x, weight, product, trace=False)[-1]
+        report = matmul_kernels.norm_matmul(x, weight, product, soc=soc, trace=False)[-1]
         rows_in, scale, matrix, out = report.tensors[:4]  # the workspace after them stays in L2
         once = {x.nbytes: rows_in.read, weight.nbytes: scale.read, product.nbytes: matrix.read}
-        # groups of cores read the same rows and the same part of the matrix; after the first it is in L2
+        # groups of cores read the same rows and the same part of the matrix, and straight to L1 the rows are read
+        # once for their statistics and once for each tile of columns; after the first time all this is in L2
         assert all(read and read % size == 0 for size, read in once.items())
         return sum(once) + out.written
     pages = -(-shape.kv_len // shape.page_size) * shape.batch
@@ -93,3 +94,9 @@ def test_bytes_of_a_prompt(fusion):
 @pytest.mark.parametrize("fusion", list(Fusion), ids=str)
 def test_bytes_of_a_decode_step(fusion):
     assert counted(DECODE, fusion) == pytest.approx(planned(DECODE, fusion), rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, DECODE], ids=["prompt", "decode"])
+def test_bytes_of_norm_and_product_straight_to_l1(shape):
+    fusion, soc = Fusion.NORM_MATMUL, "ascend950"
+    assert counted(shape, fusion, soc) == pytest.approx(planned(shape, fusion, soc), rel=0.05)

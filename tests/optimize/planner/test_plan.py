@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atb_modules import RotaryConfig, TransformerLayer
 from atb_modules.fusions import DEFAULT_FUSIONS, Fusion
+from atb_modules.kernels.ascend import ops_ascendc
 from atb_modules.kernels.ascend.socs import SOCS
 from atb_modules.kernels.registry import record_choices
 from atb_modules.optimize.planner import LayerShape, layer_steps, plan_layer, plan_steps, shape_of
@@ -55,15 +56,35 @@ def test_a_change_of_layout_is_rejected():
 
 
 def test_a_workspace_that_leaves_the_cache_is_rejected():
-    wide = dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=8192, kv_len=8192)
+    wide = dataclasses.replace(LLAMA, hidden_size=8192, num_heads=64, tokens=8192, kv_len=8192)
     plan = plan_layer(wide, "ascend910b4")
     assert any("does not stay in an L2 cache of 96.0 MiB" in one.reason for one in plan.rejected)
 
 
+def test_vector_cores_that_reach_l1_need_no_workspace_and_no_whole_row():
+    wide = dataclasses.replace(LLAMA, hidden_size=32768, num_heads=256, num_kv_heads=8, tokens=8192, kv_len=8192)
+    assert Fusion.NORM_MATMUL in plan_layer(wide, "ascend950").fusions
+    reasons = {one.reason for one in plan_layer(wide, "ascend910b1").rejected if one.fusion == Fusion.NORM_MATMUL}
+    assert len(reasons) == 1 and "would spill" in reasons.pop()
+
+
 def test_a_kernel_that_a_chip_has_not_is_rejected():
-    plan = plan_layer(LLAMA, "ascend950")
+    shape = dataclasses.replace(LLAMA, dtype=torch.float16)
+    norm, product = (step for step in layer_steps(shape, SOCS["ascend950"])[:2])
+    plan = plan_steps([norm, product], shape, SOCS["ascend310p"])
     reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
-    assert reasons == {"norm_matmul is written for cube and vector cores that stand apart, not for Ascend950PR_9599"}
+    ours = "our norm and product kernel"
+    apart = "is written for cube and vector cores that stand apart, not for Ascend310P3"
+    assert reasons == {f"{ours} does not run on Ascend310P3; {ours} {apart}"}
+
+
+def test_a_product_whose_kernel_has_no_room_for_a_row_keeps_its_norm_apart():
+    wide = dataclasses.replace(LLAMA, hidden_size=16384, num_heads=128, tokens=512)
+    plan = plan_layer(wide, "ascend910b1")
+    assert Fusion.NORM_MATMUL not in plan.fusions
+    reasons = {one.reason for one in plan.rejected if one.fusion == Fusion.NORM_MATMUL}
+    assert reasons == {"a row and its norm take 196608 bytes, too many for the unified buffer of Ascend910B1"}
+    assert Fusion.NORM_MATMUL in plan_layer(dataclasses.replace(wide, hidden_size=14336), "ascend910b1").fusions
 
 
 @pytest.mark.parametrize(
@@ -75,6 +96,37 @@ def test_what_no_kernel_serves_on_a_310p_is_not_planned_there(fusion, kernel):
     (rejection,) = (one for one in plan.rejected if one.fusion == fusion)
     assert rejection.reason == f"no {kernel} runs on Ascend310P3, neither torch_npu's nor ours"
     assert rejection.bytes_saved > 0
+
+
+@pytest.mark.parametrize("width", [14336, 14344, 14330, 1, 8, 15, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_that_a_310p_cannot_copy_leave_a_gate_apart(width, dtype):
+    shape = dataclasses.replace(LLAMA, dtype=dtype, intermediate_size=width)
+    plan = plan_layer(shape, "ascend310p")
+    size = width * dtype.itemsize
+    assert (Fusion.GATE in plan.fusions) == (size % 32 == 0)
+    rejections = [(one.reason, one.bytes_saved) for one in plan.rejected if one.fusion == Fusion.GATE]
+    saved = 2 * shape.tokens * size
+    reason = f"npu_swiglu does not run on Ascend310P3; Ascend310P3 copies multiples of 32 bytes, a row has {size}"
+    assert rejections == ([(reason, saved)] if size % 32 else [])
+    assert Fusion.GATE in plan_layer(shape, "ascend910b1").fusions
+
+
+def test_what_torch_npu_fuses_on_a_310p_needs_no_rows_of_whole_blocks():
+    """npu_geglu and npu_add_rms_norm run there, whatever our kernels copy."""
+    ragged = dataclasses.replace(LLAMA, dtype=torch.float16, hidden_size=4090, intermediate_size=14330)
+    assert Fusion.ADD_NORM in plan_layer(ragged, "ascend310p").fusions
+    for mlp_type in ("geglu", "geglu_tanh"):
+        assert Fusion.GATE in plan_layer(dataclasses.replace(ragged, mlp_type=mlp_type), "ascend310p").fusions
+
+
+def test_a_plan_asks_the_records_whether_kernels_are_built_or_not(monkeypatch):
+    ragged = dataclasses.replace(LLAMA, dtype=torch.float16, intermediate_size=14330)
+    plans = [plan_layer(ragged, "ascend310p")]
+    for answer in ("", "they are not built"):
+        monkeypatch.setattr(ops_ascendc, "unbuilt_reason", lambda answer=answer: answer)
+        plans.append(plan_layer(ragged, "ascend310p"))
+    assert plans[0] == plans[1] == plans[2]
 
 
 def test_attention_without_a_fused_kernel_is_left_to_the_registry():
@@ -104,8 +156,8 @@ def test_overlapping_fusions_name_the_rival():
 def test_no_plan_is_worse_than_its_parts(soc, tokens, kv_len, heads, dim, hidden, inner, flags):
     gated, rotary, cached, qk_norm, bias = flags
     shape = LayerShape(
-        hidden, *heads, dim, inner, tokens, max(kv_len, tokens), dtype=torch.float16, gated=gated, rotary=rotary,
-        cached=cached, qk_norm=qk_norm, bias=bias,
+        hidden, *heads, dim, inner, tokens, max(kv_len, tokens), dtype=torch.float16,
+        mlp_type="swiglu" if gated else "gelu", rotary=rotary, cached=cached, qk_norm=qk_norm, bias=bias,
     )  # fmt: skip
     plan = plan_layer(shape, soc)
     steps = layer_steps(shape, soc)
@@ -129,6 +181,8 @@ def test_shapes_are_checked():
         dataclasses.replace(LLAMA, tokens=0)
     with pytest.raises(ValueError, match="num_heads is 30; it must be a multiple of num_kv_heads 8"):
         dataclasses.replace(LLAMA, num_heads=30)
+    with pytest.raises(ValueError, match="mlp_type is 'moe'; allowed: 'swiglu'"):
+        dataclasses.replace(LLAMA, mlp_type="moe")
     with pytest.raises(TypeError, match="shape"):
         plan_layer({}, "ascend910b1")
     with pytest.raises(ValueError, match="the planner knows pre-norm layers"):
@@ -145,7 +199,7 @@ def layer_of(mode="train", **options):
 def test_the_shape_of_a_layer():
     layer = layer_of("inference", qk_norm="before_rotary", bias=True, mlp_type="gelu").bfloat16()
     shape = shape_of(layer, tokens=3, kv_len=40, batch=3)
-    assert shape == LayerShape(64, 4, 2, 16, 96, 3, 40, 3, torch.bfloat16, False, True, True, True, True)
+    assert shape == LayerShape(64, 4, 2, 16, 96, 3, 40, 3, torch.bfloat16, "gelu", True, True, True, True)
 
 
 EVERY = [frozenset(), *(frozenset({one}) for one in Fusion), DEFAULT_FUSIONS, frozenset(Fusion)]

@@ -179,11 +179,22 @@ void RotaryAppend(const Tensor &q, const Tensor &k, const Tensor &v, const Tenso
                   const Tensor &k_pages, const Tensor &v_pages, const Tensor &slots, bool interleaved) {
   RotaryAppendMeta(q, k, v, cos, sin, k_pages, v_pages, slots, interleaved);
   if (q.size(0) == 0) return;
+  RotaryAppendShape shape;
+  shape.tokens = q.size(0);
+  shape.heads = q.size(1);
+  shape.kv_heads = k.size(1);
+  shape.head_dim = q.size(2);
+  shape.value_dim = v.size(2);
+  shape.pairs = cos.size(1);
+  shape.q_step = q.stride(0);
+  shape.k_step = k.stride(0);
+  shape.v_step = v.stride(0);
+  shape.page_size = k_pages.size(2);
+  shape.pages = k_pages.size(0);
+  shape.interleaved = interleaved;
+  shape.slots_int64 = slots.scalar_type() == at::kLong;
   RotaryAppendTiling tiling;
-  Accept(TileRotaryAppend(DeviceSoc().soc, DtypeOf(q, "q"), q.size(0), q.size(1), k.size(1), q.size(2),
-                          v.size(2), cos.size(1), q.stride(0), k.stride(0), v.stride(0), k_pages.size(2),
-                          k_pages.size(0), interleaved, slots.scalar_type() == at::kLong, &tiling),
-         "ascend_rotary_append");
+  Accept(TileRotaryAppend(DeviceSoc().soc, DtypeOf(q, "q"), shape, &tiling), "ascend_rotary_append");
   Launch(ATB_KERNEL(rotary_append), q, tiling, InOut(q), In(k), In(v), In(cos), In(sin), InOut(k_pages),
          InOut(v_pages), In(slots));
 }

@@ -14,7 +14,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 AtbCube DeviceCube() {
   const AtbSocRow &row = DeviceSoc();
-  return {row.l1, row.l0a, row.l0b, row.l0c, row.split};
+  return {row.l1, row.l0a, row.l0b, row.l0c, row.arch};
 }
 Tensor Workspace(const Tensor &like, int64_t bytes) {
   // Freed when the op returns, and reused in stream order alone: by what is queued behind the kernel.

@@ -49,12 +49,21 @@ std::tuple<Tensor, Tensor> PagedDecode(const Tensor &q, const Tensor &k_pages, c
   auto result =
       PagedDecodeMeta(q, k_pages, v_pages, block_table, kv_lengths, scale, softcap, left, max_length);
   if (std::get<0>(result).numel() == 0) return result;
-  const int64_t room = block_table.size(1) * k_pages.size(2), row = q.size(1) * q.size(2);
+  PagedDecodeShape shape;
+  shape.batch = q.size(0);
+  shape.heads = q.size(1);
+  shape.kv_heads = k_pages.size(1);
+  shape.head_dim = q.size(2);
+  shape.value_dim = v_pages.size(3);
+  shape.page_size = k_pages.size(2);
+  shape.pages = k_pages.size(0);
+  shape.max_blocks = block_table.size(1);
+  shape.q_step = q.size(0) > 1 ? q.stride(0) : q.size(1) * q.size(2);
+  shape.max_length = max_length < 0 ? block_table.size(1) * k_pages.size(2) : max_length;
+  shape.left = left;
   PagedDecodeTiling tiling;
-  Accept(TilePagedDecode(DeviceSoc().soc, DtypeOf(q, "q"), q.size(0), q.size(1), k_pages.size(1), q.size(2),
-                         v_pages.size(3), k_pages.size(2), k_pages.size(0), block_table.size(1),
-                         q.size(0) > 1 ? q.stride(0) : row, max_length < 0 ? room : max_length, left,
-                         static_cast<float>(scale), static_cast<float>(softcap), &tiling),
+  Accept(TilePagedDecode(DeviceSoc().soc, DtypeOf(q, "q"), shape, static_cast<float>(scale),
+                         static_cast<float>(softcap), &tiling),
          "ascend_paged_decode");
   // Freed when this returns, and reused in stream order alone: what is queued behind the kernel.
   const Tensor work = at::empty({PagedDecodeWorkspace(tiling) / 4}, q.options().dtype(at::kFloat));

@@ -1,5 +1,6 @@
 // What the kernels with a cube side share: rows of global memory to fractals in L1, fractals to L0A and L0B,
-// the product into L0C, and rows back to global memory. For dav-2201.
+// the product into L0C, and rows back to global memory. For dav-2201 and dav-3510, which differ in the order
+// of fractals in L0A.
 #pragma once
 #include "kernel_operator.h"
 
@@ -21,7 +22,11 @@ __aicore__ inline void LoadFractals(const LocalTensor<T> &to, const GlobalTensor
   const uint32_t blocks = (width + kFractalWidth<T> - 1) / kFractalWidth<T>;
   if (padded != lines) {
     const uint16_t all = static_cast<uint16_t>(blocks * padded);
+#if __NPU_ARCH__ == 3510
+    Fill(to, InitConstValueParams<T>(1, all, 0, static_cast<T>(0.0f)));
+#else
     InitConstValue(to, InitConstValueParams<T>(1, all, 0, static_cast<T>(0.0f)));
+#endif
     PipeBarrier<PIPE_MTE2>();
   }
   Nd2NzParams copy;
@@ -42,17 +47,28 @@ __aicore__ inline void LoadFractals(const LocalTensor<T> &to, const GlobalTensor
   LoadFractals(to, from, lines, width, step, Fractals(lines) * 16);
 }
 
-// The k columns from `at` on of all lines: rows of fractals for the left operand.
+// The k columns from `at` on of all lines, for the left operand: rows of fractals on dav-2201, columns of
+// them on dav-3510.
 template <typename T>
 __aicore__ inline void LoadLeft(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t lines,
                                 uint32_t at, uint32_t k) {
   const uint32_t rows = Fractals(lines), columns = (k + kFractalWidth<T> - 1) / kFractalWidth<T>;
+#if __NPU_ARCH__ == 3510
+  LoadData2DParamsV2 load;
+  load.kStartPosition = at / kFractalWidth<T>;
+  load.mStep = static_cast<uint16_t>(rows);
+  load.kStep = static_cast<uint16_t>(columns);
+  load.srcStride = static_cast<int32_t>(rows);
+  load.dstStride = static_cast<uint16_t>(rows);
+  LoadData(to, from, load);
+#else
   LoadData2DParams load;
   load.repeatTimes = static_cast<uint8_t>(columns);
   load.srcStride = static_cast<uint16_t>(rows);
   for (uint32_t row = 0; row < rows; ++row)
     LoadData(to[row * columns * kFractalSize<T>],
              from[(at / kFractalWidth<T> * rows + row) * kFractalSize<T>], load);
+#endif
 }
 // The same for the right operand, whose lines are the columns of the product.
 template <typename T>

@@ -100,7 +100,7 @@ private:
     in_k_.FreeTensor(keys);
     if (step.last) in_q_.FreeTensor(queries_);
     Store(slots_.scores[turn % 2 * slots_.score_size], sums, step.rows, t_.tile_keys, t_.tile_keys);
-    CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
+    TellVectors<PIPE_FIX>(kScoresReady);
   }
 
   __aicore__ inline void LoadTurned(uint32_t keys, uint32_t turn) {
@@ -111,7 +111,7 @@ private:
 
   __aicore__ inline void Values(const FlashStep &step, uint32_t turn) {
     const uint32_t keys = kTurned ? Fractals(step.keys) * 16 : t_.tile_keys;
-    CrossCoreWaitFlag<2, PIPE_MTE2>(kWeightsReady);
+    AwaitVectors<PIPE_MTE2>(kWeightsReady);
     LocalTensor<T> weights = in_weights_.template AllocTensor<T>();
     LoadFractals(weights, slots_.weights[turn % 2 * slots_.score_size], step.rows, t_.tile_keys,
                  t_.tile_keys);
@@ -133,7 +133,7 @@ private:
     }
     in_weights_.FreeTensor(weights);
     in_v_.FreeTensor(values);
-    CrossCoreSetFlag<2, PIPE_FIX>(kProductsReady);
+    TellVectors<PIPE_FIX>(kProductsReady);
   }
 
   FlashAttentionTiling t_;

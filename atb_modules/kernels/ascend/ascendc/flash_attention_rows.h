@@ -101,7 +101,7 @@ private:
     in_scores_.EnQue(scores);
   }
   __aicore__ inline void Softmax(const FlashStep &step, uint32_t turn) {
-    CrossCoreWaitFlag<2, PIPE_MTE2>(kScoresReady);
+    AwaitCube<PIPE_MTE2>(kScoresReady);
     if (mine_ > 0) LoadScores(0, turn);
     for (uint32_t at = 0; at < mine_; at += kFlashRows) {
       if (at + kFlashRows < mine_) LoadScores(at + kFlashRows, turn);
@@ -123,7 +123,7 @@ private:
       out_weights_.FreeTensor(weights);
     }
     if constexpr (kTurns) Turn(step, turn);
-    CrossCoreSetFlag<2, PIPE_MTE3>(kWeightsReady);
+    TellCube<PIPE_MTE3>(kWeightsReady);
   }
 
   // The values of the tile, 16 keys at a time, with the channels as rows; the two cores take turns. Rows
@@ -219,7 +219,7 @@ private:
   }
   // total = total * old + products
   __aicore__ inline void Accumulate(uint32_t turn) {
-    CrossCoreWaitFlag<2, PIPE_MTE2>(kProductsReady);
+    AwaitCube<PIPE_MTE2>(kProductsReady);
     if (mine_ > 0) LoadProducts(0, turn);
     LocalTensor<float> spread = spread_.Get<float>();
     for (uint32_t at = 0; at < mine_; at += kFlashRows) {

@@ -1,6 +1,7 @@
 // The steps of flash attention in the order in which cube and vector cores take them, and where the slots
 // lie.
 #pragma once
+#include "cross_core.h"
 #include "rows.h"
 #include "tiling/flash_attention.h"
 

@@ -80,7 +80,7 @@ inline int32_t DtypeOf(const at::Tensor &tensor, const char *name) {
 
 struct EmulatedLimits {
   int64_t capacity[5];
-  int32_t cube_cores, vector_cores, bfloat16, split, pads;
+  int32_t cube_cores, vector_cores, bfloat16, arch;
 };
 extern "C" {
 void *atb_emulation_launch(const char *kernel, const void *limits, int64_t blocks, int32_t traced,
@@ -102,8 +102,7 @@ int RunKernel(Kernel kernel, int32_t dtype, uint32_t blocks, void *, Tiling tili
                               row.soc.cube_cores,
                               row.soc.vector_cores,
                               row.soc.bfloat16,
-                              row.split,
-                              row.soc.pads};
+                              row.arch};
   std::vector<uint8_t> arguments;
   std::vector<int64_t> sizes;
   const auto append = [&](const void *data, size_t size) {

@@ -69,12 +69,12 @@ private:
     LoadFractals(right, weight_[uint64_t(step.column) * t_.width + step.start], ColumnsOf(step), n, t_.width);
     right_.EnQue(right);
     const bool begins = step.start == 0 && step.column == blocks_.column_group * t_.tile_columns;
-    if (begins) CrossCoreWaitFlag<2, PIPE_MTE2>(kSlotFull + which);
+    if (begins) AwaitVectors<PIPE_MTE2>(kSlotFull + which);
     LocalTensor<T> left = left_.template AllocTensor<T>();
     LoadFractals(left, slots_[which * t_.tile_rows * t_.step + step.start], RowsOf(step), n, t_.step);
     left_.EnQue(left);
     const bool ends = After(step).tile != step.tile;
-    if (ends && step.tile + 2 < blocks_.count) CrossCoreSetFlag<2, PIPE_MTE2>(kSlotFree + which);
+    if (ends && step.tile + 2 < blocks_.count) TellVectors<PIPE_MTE2>(kSlotFree + which);
   }
 
   __aicore__ inline void Compute(const Step &step) {

@@ -1,21 +1,9 @@
 // The vector side of RMSNorm + product: rows of x, normalised, into slots of the workspace.
 #pragma once
+#include "norm_matmul_grid.h"
 #include "rows.h"
-#include "tiling/norm_matmul.h"
 
 namespace atb {
-
-// Flags between the cores of a block, one of each kind for each slot.
-constexpr uint16_t kSlotFull = 0, kSlotFree = 2;
-
-// The tiles of rows of a block: first, first + row_groups, ...
-struct NormMatmulBlocks {
-  uint32_t first, count, column_group;
-};
-__aicore__ inline NormMatmulBlocks BlocksOf(const NormMatmulTiling &t, uint32_t block) {
-  const uint32_t all = (t.rows + t.tile_rows - 1) / t.tile_rows, first = block / t.column_groups;
-  return {first, (all - first + t.row_groups - 1) / t.row_groups, block % t.column_groups};
-}
 
 template <typename T> class NormMatmulRows {
 public:
@@ -47,9 +35,9 @@ public:
     for (uint32_t i = 0; i < blocks.count; ++i) {
       const uint32_t first = (blocks.first + i * t_.row_groups) * t_.tile_rows;
       const uint16_t which = static_cast<uint16_t>(i % 2);
-      if (i >= 2) CrossCoreWaitFlag<2, PIPE_MTE3>(kSlotFree + which);
+      if (i >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);
       Tile(first, Least(t_.tile_rows, t_.rows - first), slots_[which * slot]);
-      CrossCoreSetFlag<2, PIPE_MTE3>(kSlotFull + which);
+      TellCube<PIPE_MTE3>(kSlotFull + which);
     }
     if (t_.has_weight) in_weight_.FreeTensor(weights_);
   }

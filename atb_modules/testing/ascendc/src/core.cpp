@@ -39,6 +39,7 @@ Core::Core(Launch &parent, size_t number, CoreType kind, int64_t block_index, in
     : launch(parent), index(number), type(kind), block(block_index), sub_block(sub_index) {
   for (size_t place = 0; place < kPlaces; ++place) {
     memories[place].place = static_cast<Place>(place);
+    memories[place].first_core = number;
     memories[place].capacity = static_cast<size_t>(parent.limits.capacity[place]);
   }
 }
@@ -141,20 +142,37 @@ void Core::CheckEnd() {
   ReleaseAll();
 }
 
+// The cube core of dav-3510 has flags of its own for its second vector core.
+static void CheckFlag(const Core &core, int flag, const char *op) {
+  const bool second = core.launch.limits.arch == 3510 && core.type == CoreType::Cube;
+  if (flag >= 0 && (flag <= 10 || flag == kSyncAllFlag || (second && flag >= 16 && flag <= 26))) return;
+  Fail(std::string(op) + ": the flag is 0 to 10" +
+       (second ? ", or 16 to 26 for the second vector core" : ""));
+}
+
 void SetCross(Core &core, int mode, pipe_t pipe, int flag) {
   Launch &launch = core.launch;
-  if (flag < 0 || (flag > 10 && flag != 14)) Fail("CrossCoreSetFlag: the flag is 0 to 10");
+  CheckFlag(core, flag, "CrossCoreSetFlag");
+  Require(mode != 4 || launch.limits.arch == 3510, "CrossCoreSetFlag of mode 4 is known to dav-3510 alone");
   core.Begin(PipeOf(pipe), "CrossCoreSetFlag");
   core.Note(GLOBAL, static_cast<size_t>(flag), 0);
   Clock clock = core.Snapshot(PipeOf(pipe));
   clock.others.resize(launch.cores.size() * kPipes, 0);
   for (size_t i = 0; i < kPipes; ++i) clock.others[core.index * kPipes + i] = clock.own[i];
   clock.own = {};
-  const auto deliver = [&](Core &to, const Clock &what) {
-    to.cross[flag].push_back(what);
-    if (to.cross[flag].size() > 15)
-      Fail("CrossCoreSetFlag: flag " + std::to_string(flag) + " was set 16 times without a wait");
+  const auto deliver = [&](Core &to, const Clock &what, int as) {
+    to.cross[as].push_back(what);
+    if (to.cross[as].size() > 15)
+      Fail("CrossCoreSetFlag: flag " + std::to_string(as) + " was set 16 times without a wait");
   };
+  if (mode == 4) {
+    const bool to_vector = core.type == CoreType::Cube;
+    const int64_t sub = to_vector ? flag / 16 : core.sub_block;
+    for (auto &other : launch.cores)
+      if (other->block == core.block && other->type != core.type && (!to_vector || other->sub_block == sub))
+        return deliver(*other, clock, to_vector ? flag % 16 : flag + 16 * static_cast<int>(sub));
+    Fail("CrossCoreSetFlag of mode 4: no core receives it");
+  }
   std::vector<Core *> members, receivers;
   for (auto &other : launch.cores) {
     const bool same_type = other->type == core.type, same_block = other->block == core.block;
@@ -165,7 +183,7 @@ void SetCross(Core &core, int mode, pipe_t pipe, int flag) {
   }
   if (receivers.empty()) Fail("CrossCoreSetFlag of mode " + std::to_string(mode) + ": no core receives it");
   if (members.size() == 1) {
-    for (Core *to : receivers) deliver(*to, clock);
+    for (Core *to : receivers) deliver(*to, clock, flag);
     return;
   }
   const int64_t group = mode == 0 ? static_cast<int64_t>(core.type) - 2 : core.block;
@@ -179,11 +197,11 @@ void SetCross(Core &core, int mode, pipe_t pipe, int flag) {
     all.Join(queue.front());
     queue.pop_front();
   }
-  for (Core *to : receivers) deliver(*to, all);
+  for (Core *to : receivers) deliver(*to, all, flag);
 }
 
 void WaitCross(Core &core, pipe_t pipe, int flag) {
-  if (flag < 0 || (flag > 10 && flag != 14)) Fail("CrossCoreWaitFlag: the flag is 0 to 10");
+  CheckFlag(core, flag, "CrossCoreWaitFlag");
   while (core.cross[flag].empty()) BlockUntilFlag(core, flag);
   const Clock clock = core.cross[flag].front();
   core.cross[flag].pop_front();

@@ -89,6 +89,7 @@ private:
       memory.data = {};
       memory.written = {};
       memory.blocks = {};
+      memory.reads = {};
     }
     std::unique_lock<std::mutex> lock(mutex_);
     if (!error.empty() && launch_.error.empty()) launch_.error = error;
@@ -126,16 +127,21 @@ static void AddCores(Launch &launch) {
     const auto add = [&](CoreType type, int64_t sub) {
       launch.cores.push_back(std::make_unique<Core>(launch, launch.cores.size(), type, block, sub));
     };
+    const size_t first = launch.cores.size();
     if (launch.type != KernelType::Vector) add(CoreType::Cube, 0);
     if (launch.type != KernelType::Cube) add(CoreType::Vector, 0);
     if (launch.type == KernelType::Mix12) add(CoreType::Vector, 1);
+    if (launch.cores[first]->type != CoreType::Cube || !launch.limits.ReachesL1()) continue;
+    launch.cores[first]->memories[L1].agents = (launch.cores.size() - first) * kPipes;
+    for (size_t i = first + 1; i < launch.cores.size(); ++i)
+      launch.cores[i]->cube = launch.cores[first].get();
   }
 }
 
 static std::string CheckBlocks(const Launch &launch) {
   const bool vector_only = launch.type == KernelType::Vector;
   if (launch.blocks < 1) return "a launch has at least one block";
-  if (!vector_only && !launch.limits.split) return "the cube side of this SoC is not modelled";
+  if (!vector_only && !launch.limits.Apart()) return "the cube side of this SoC is not modelled";
   const int64_t most = vector_only ? launch.limits.vector_cores : launch.limits.cube_cores;
   if (launch.blocks > most)
     return "a launch of " + std::to_string(launch.blocks) + " blocks on " + std::to_string(most) +

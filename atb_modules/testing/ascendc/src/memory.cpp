@@ -49,6 +49,7 @@ void Memory::Touch() {
   data.assign(capacity, 0xff);
   written.assign(capacity, 0);
   blocks.resize(capacity / 32);
+  reads.resize(blocks.size() * agents);
 }
 
 size_t Core::Take(Place place, size_t bytes) {
@@ -67,14 +68,32 @@ size_t Core::Take(Place place, size_t bytes) {
 }
 
 void Core::Poison(Place place, size_t offset, size_t bytes) {
-  Memory &memory = memories[place];
+  Memory &memory = At(place);
   memory.Touch();
   std::memset(memory.written.data() + offset, 0, bytes);
 }
 
+// Whether the current instruction knows that an instruction of an agent has ended.
+bool Core::Ended(const Memory &memory, size_t agent, uint32_t instruction) const {
+  const size_t core = memory.first_core + agent / kPipes, pipe = agent % kPipes;
+  const Clock &known = clocks_[pipe_];
+  return instruction <= (core == index ? known.own[pipe] : known.Of(core, pipe));
+}
+std::string Core::Named(const Memory &memory, size_t agent) const {
+  const size_t core = memory.first_core + agent / kPipes;
+  return std::string("pipe ") + kPipeNames[agent % kPipes] +
+         (core == index ? "" : " of core " + std::to_string(core));
+}
+std::string Core::Missing(const Memory &memory, size_t agent) const {
+  const size_t core = memory.first_core + agent / kPipes;
+  if (core != index) return "a cross-core flag is missing";
+  const std::string from = kPipeNames[agent % kPipes], to = kPipeNames[pipe_];
+  return "an event (or queue) " + from + "_" + to + (from == to ? ", here PipeBarrier," : "") + " is missing";
+}
+
 void Core::Read(Place place, size_t offset, size_t bytes, bool in_order) {
   if (bytes == 0) return;
-  Memory &memory = memories[place];
+  Memory &memory = At(place);
   memory.Touch();
   Require(offset + bytes <= memory.capacity, "a read past the end of an on-chip memory");
   if (const void *hole = std::memchr(memory.written.data() + offset, 0, bytes)) {
@@ -82,39 +101,39 @@ void Core::Read(Place place, size_t offset, size_t bytes, bool in_order) {
     Fail(std::string(op_) + " reads byte " + std::to_string(at) + " of " + NameOf(place) +
          ", which nobody has written");
   }
-  const auto &known = clocks_[pipe_].own;
+  const size_t me = (index - memory.first_core) * kPipes + pipe_;
   for (size_t block = offset / 32; block <= (offset + bytes - 1) / 32; ++block) {
-    auto &it = memory.blocks[block];
-    if (it.write > known[it.writer] && !(it.writer == pipe_ && (in_order || it.write == epoch_)))
+    const auto &it = memory.blocks[block];
+    if (!Ended(memory, it.writer, it.write) && !(it.writer == me && (in_order || it.write == epoch_)))
       Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " reads " + NameOf(place) + " at byte " +
-           std::to_string(block * 32) + " before the write by pipe " + NameOf(it.writer) +
-           " is known to have ended: an event (or queue) " + NameOf(it.writer) + "_" + NameOf(pipe_) +
-           (it.writer == pipe_ ? ", here PipeBarrier," : "") + " is missing");
-    it.read[pipe_] = epoch_;
+           std::to_string(block * 32) + " before the write by " + Named(memory, it.writer) +
+           " is known to have ended: " + Missing(memory, it.writer));
+    memory.reads[block * memory.agents + me] = epoch_;
   }
 }
 
 void Core::Write(Place place, size_t offset, size_t bytes, bool in_order) {
   if (bytes == 0) return;
-  Memory &memory = memories[place];
+  Memory &memory = At(place);
   memory.Touch();
   Require(offset + bytes <= memory.capacity, "a write past the end of an on-chip memory");
-  const auto &known = clocks_[pipe_].own;
+  if (&memory != &memories[place])
+    Require(offset + bytes <= memory.used, "a vector core writes L1 where its cube core has no buffer");
+  const size_t me = (index - memory.first_core) * kPipes + pipe_;
   for (size_t block = offset / 32; block <= (offset + bytes - 1) / 32; ++block) {
     auto &it = memory.blocks[block];
-    for (size_t pipe = 0; pipe < kPipes; ++pipe)
-      if (pipe != pipe_ && it.read[pipe] > known[pipe])
+    const uint32_t *reads = &memory.reads[block * memory.agents];
+    for (size_t agent = 0; agent < memory.agents; ++agent)
+      if (reads[agent] != 0 && agent != me && !Ended(memory, agent, reads[agent]))
         Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " overwrites " + NameOf(place) + " at byte " +
-             std::to_string(block * 32) + " while pipe " + NameOf(static_cast<Pipe>(pipe)) +
-             " may still read it: an event (or queue) " + NameOf(static_cast<Pipe>(pipe)) + "_" +
-             NameOf(pipe_) + " is missing");
-    if (it.write > known[it.writer] && !(it.writer == pipe_ && (in_order || it.write == epoch_)))
+             std::to_string(block * 32) + " while " + Named(memory, agent) +
+             " may still read it: " + Missing(memory, agent));
+    if (!Ended(memory, it.writer, it.write) && !(it.writer == me && (in_order || it.write == epoch_)))
       Fail(std::string(op_) + " on pipe " + NameOf(pipe_) + " overwrites " + NameOf(place) + " at byte " +
-           std::to_string(block * 32) + " while pipe " + NameOf(it.writer) +
-           " may still write it: an event (or queue) " + NameOf(it.writer) + "_" + NameOf(pipe_) +
-           (it.writer == pipe_ ? ", here PipeBarrier," : "") + " is missing");
+           std::to_string(block * 32) + " while " + Named(memory, it.writer) +
+           " may still write it: " + Missing(memory, it.writer));
     it.write = epoch_;
-    it.writer = pipe_;
+    it.writer = static_cast<uint32_t>(me);
   }
   std::memset(memory.written.data() + offset, 1, bytes);
 }

@@ -36,8 +36,9 @@ def mla_prolog_v2(
     recommended". Returns (query, query_rope, kv_cache, kr_cache, scale); see v3 for what is computed.
     """
     query, query_rope = _prolog(
-        token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq, rmsnorm_gamma_ckv, rope_sin,
-        rope_cos, cache_index, kv_cache, kr_cache, rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, cache_mode, (7168,),
+        token_x, (weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr), (rmsnorm_gamma_cq, rmsnorm_epsilon_cq),
+        (rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv), (rope_sin, rope_cos), cache_index, (kv_cache, kr_cache), cache_mode,
+        (7168,),
     )  # fmt: skip
     return query, query_rope, kv_cache, kr_cache, torch.zeros(1)
 
@@ -69,8 +70,8 @@ def mla_prolog_v3(
     require(cache_index is not None, "cache_index is needed in the paged modes")
     assert cache_index is not None
     query, query_rope = _prolog(
-        token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq, rmsnorm_gamma_ckv, rope_sin,
-        rope_cos, cache_index, kv_cache, kr_cache, rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, cache_mode,
+        token_x, (weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr), (rmsnorm_gamma_cq, rmsnorm_epsilon_cq),
+        (rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv), (rope_sin, rope_cos), cache_index, (kv_cache, kr_cache), cache_mode,
         (7168, 7680, 6144),
     )  # fmt: skip
     return query, query_rope, torch.zeros(1), token_x.new_zeros(1), torch.zeros(1)
@@ -78,22 +79,18 @@ def mla_prolog_v3(
 
 def _prolog(
     x: Tensor,
-    down_q: Tensor,
-    up_q: Tensor,
-    up_k: Tensor,
-    down_kv: Tensor,
-    gamma_q: Tensor,
-    gamma_kv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    query_norm: tuple[Tensor, float],
+    latent_norm: tuple[Tensor, float],
+    angles: tuple[Tensor, Tensor],
     slots: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    epsilon_q: float,
-    epsilon_kv: float,
+    caches: tuple[Tensor, Tensor],
     cache_mode: str,
     hidden: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
+    """Norms are (gamma, epsilon), angles (sin, cos), caches those of the latent and of the rotated keys."""
+    down_q, up_q, up_k, down_kv = weights
+    (sin, cos), (kv_cache, kr_cache) = angles, caches
     require_not_310p()
     for name, tensor in (("token_x", x), ("weight_dq", down_q), ("kv_cache", kv_cache), ("rope_sin", sin)):
         require_dtype(name, tensor, (torch.bfloat16,))
@@ -115,7 +112,7 @@ def _prolog(
     require(tuple(kv_cache.shape[2:]) == (1, _LATENT), "kv_cache must be (blocks, block_size, 1, 512)")
     require(tuple(kr_cache.shape) == (*kv_cache.shape[:3], _ROPE), "kr_cache must be (blocks, block_size, 1, 64)")
     wide = x.float()
-    lowered = _norm(wide @ down_q.float(), gamma_q, epsilon_q)
+    lowered = _norm(wide @ down_q.float(), *query_norm)
     queries = (lowered @ up_q.float()).unflatten(-1, (heads, _NOPE + _ROPE))
     nope, rope = queries.split((_NOPE, _ROPE), -1)
     query = torch.einsum("...nd,ndc->...nc", nope, up_k.float())
@@ -123,7 +120,7 @@ def _prolog(
     latent, key_rope = (wide @ down_kv.float()).split((_LATENT, _ROPE), -1)
     kept = require_unique_slots(slots.flatten(), kv_cache.shape[0] * kv_cache.shape[1], False)
     where = slots.flatten()[kept]
-    kv_cache.view(-1, _LATENT)[where] = _norm(latent, gamma_kv, epsilon_kv).to(kv_cache.dtype).reshape(-1, _LATENT)
+    kv_cache.view(-1, _LATENT)[where] = _norm(latent, *latent_norm).to(kv_cache.dtype).reshape(-1, _LATENT)
     rotated = _rotate(key_rope, cos.float(), sin.float())
     kr_cache.view(-1, _ROPE)[where] = rotated.to(kr_cache.dtype).reshape(-1, _ROPE)
     return query.to(x.dtype), query_rope.to(x.dtype)

@@ -42,19 +42,18 @@ const char *atb_tile_rotary_append(const AtbSoc *soc, int32_t dtype, int64_t tok
                                    int64_t q_step, int64_t k_step, int64_t v_step, int64_t page_size,
                                    int64_t pages, int32_t interleaved, int32_t slots_int64,
                                    RotaryAppendTiling *out) {
-  return TileRotaryAppend(*soc, dtype, tokens, heads, kv_heads, head_dim, value_dim, pairs, q_step, k_step,
-                          v_step, page_size, pages, interleaved, slots_int64, out);
+  return TileRotaryAppend(*soc, dtype,
+                          {tokens, heads, kv_heads, head_dim, value_dim, pairs, q_step, k_step, v_step,
+                           page_size, pages, interleaved, slots_int64},
+                          out);
 }
 const char *atb_tile_lse_merge(const AtbSoc *soc, int32_t dtype, int64_t parts, int64_t rows, int64_t width,
                                LseMergeTiling *out) {
   return TileLseMerge(*soc, dtype, parts, rows, width, out);
 }
-const char *atb_tile_paged_decode(const AtbSoc *soc, int32_t dtype, int64_t batch, int64_t heads,
-                                  int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t page_size,
-                                  int64_t pages, int64_t max_blocks, int64_t q_step, int64_t max_length,
-                                  int64_t left, float scale, float softcap, PagedDecodeTiling *out) {
-  return TilePagedDecode(*soc, dtype, batch, heads, kv_heads, head_dim, value_dim, page_size, pages,
-                         max_blocks, q_step, max_length, left, scale, softcap, out);
+const char *atb_tile_paged_decode(const AtbSoc *soc, int32_t dtype, const PagedDecodeShape *shape,
+                                  float scale, float softcap, PagedDecodeTiling *out) {
+  return TilePagedDecode(*soc, dtype, *shape, scale, softcap, out);
 }
 int64_t atb_paged_decode_workspace(const PagedDecodeTiling *tiling) {
   return PagedDecodeWorkspace(*tiling);

@@ -3,10 +3,10 @@
 #include "soc.h"
 
 struct AtbCube {
-  int64_t l1, l0a, l0b, l0c; // bytes; 0: not published
-  int32_t split;             // cube and vector cores apart (dav-2201)
+  int64_t l1, l0a, l0b, l0c; // bytes
+  int32_t arch;              // as __NPU_ARCH__
 };
 
 inline const char *AtbCheckCube(const AtbCube &cube) {
-  return cube.split ? nullptr : "the kernel is written for cube and vector cores apart (910B, 910_93)";
+  return cube.arch != 2002 ? nullptr : "the kernel is written for cube and vector cores apart (not 310P)";
 }

@@ -7,8 +7,8 @@
 struct AtbSocRow {
   const char *name;
   AtbSoc soc;
-  int64_t l1, l0a, l0b, l0c; // bytes; 0: not published
-  int32_t split;             // cube and vector cores apart (dav-2201)
+  int64_t l1, l0a, l0b, l0c; // bytes
+  int32_t arch;              // as __NPU_ARCH__: 2201 (910B, 910_93), 3510 (950), 2002 (310P)
 };
 
 constexpr int64_t kAtbKiB = 1024;
@@ -19,37 +19,49 @@ constexpr AtbSocRow kAtbSocs[] = {
      64 * kAtbKiB,
      64 * kAtbKiB,
      128 * kAtbKiB,
-     1},
+     2201},
     {"ascend910b2",
      {192 * kAtbKiB, 48, 24, 1, 1},
      512 * kAtbKiB,
      64 * kAtbKiB,
      64 * kAtbKiB,
      128 * kAtbKiB,
-     1},
+     2201},
     {"ascend910b3",
      {192 * kAtbKiB, 40, 20, 1, 1},
      512 * kAtbKiB,
      64 * kAtbKiB,
      64 * kAtbKiB,
      128 * kAtbKiB,
-     1},
+     2201},
     {"ascend910b4",
      {192 * kAtbKiB, 40, 20, 1, 1},
      512 * kAtbKiB,
      64 * kAtbKiB,
      64 * kAtbKiB,
      128 * kAtbKiB,
-     1},
+     2201},
     {"ascend910_93",
      {192 * kAtbKiB, 48, 24, 1, 1},
      512 * kAtbKiB,
      64 * kAtbKiB,
      64 * kAtbKiB,
      128 * kAtbKiB,
-     1},
-    {"ascend310p", {256 * kAtbKiB, 8, 10, 0, 0}, 1024 * kAtbKiB, 0, 0, 256 * kAtbKiB, 0},
-    {"ascend950", {248 * kAtbKiB, 64, 32, 1, 1}, 512 * kAtbKiB, 0, 0, 256 * kAtbKiB, 0},
+     2201},
+    {"ascend310p",
+     {256 * kAtbKiB, 8, 10, 0, 0},
+     1024 * kAtbKiB,
+     64 * kAtbKiB,
+     64 * kAtbKiB,
+     256 * kAtbKiB,
+     2002},
+    {"ascend950",
+     {248 * kAtbKiB, 64, 32, 1, 1},
+     512 * kAtbKiB,
+     64 * kAtbKiB,
+     64 * kAtbKiB,
+     256 * kAtbKiB,
+     3510},
 };
 
 // The row of a name as the runtime gives it ("Ascend910_9391"); null where there is none.

@@ -97,7 +97,7 @@ inline void RequireBlocks(size_t bytes, const char *op) {
   Require(bytes != 0, "DataCopy of no bytes");
 }
 inline void RequirePads() {
-  Require(Self().launch.limits.pads, "this SoC has no DataCopyPad: lengths must be multiples of 32 bytes");
+  Require(Self().launch.limits.Pads(), "this SoC has no DataCopyPad: lengths must be multiples of 32 bytes");
 }
 template <typename T> inline void RequireWhole(size_t bytes, const char *op) {
   if (bytes % sizeof(T) != 0)

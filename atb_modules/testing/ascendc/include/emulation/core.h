@@ -49,17 +49,19 @@ struct Clock {
 };
 
 // One on-chip memory: its bytes, which of them were written, and the last accesses to every 32-byte block.
+// Agents are the pipes of the cores that reach it: of one core, or of a cube core and its vector cores.
 struct Memory {
   struct Block {
     uint32_t write = 0;
-    Pipe writer = S;
-    std::array<uint32_t, kPipes> read{};
+    uint32_t writer = 0; // an agent
   };
   Place place = UB;
   size_t capacity = 0, used = 0, peak = 0;
+  size_t first_core = 0, agents = kPipes; // agent: (core - first_core) * kPipes + pipe
   std::vector<uint8_t> data, written;
   std::vector<Block> blocks;
-  void Touch(); // allocates on first use, poisoned with NaN
+  std::vector<uint32_t> reads; // of every block, the last read of every agent
+  void Touch();                // allocates on first use, poisoned with NaN
 };
 
 // One tensor of global memory, as the launch registered it.
@@ -132,19 +134,26 @@ public:
   void ReleaseAll();                                     // a pipe is destroyed: its queues must be empty
   void CheckEnd();
 
+  // What a place is for this core: its own memory, or the L1 of the cube core that it writes to.
+  Memory &At(Place place) { return place == L1 && cube != nullptr ? cube->memories[L1] : memories[place]; }
+
   Launch &launch;
   size_t index;
   CoreType type;
   int64_t block, sub_block;
   std::array<Memory, kPlaces> memories;
+  Core *cube = nullptr; // of a vector core with a way to L1
   std::vector<Queue> queues;
-  std::array<std::deque<Clock>, 16> cross; // of each flag, the sets that were not waited for
+  std::array<std::deque<Clock>, 32> cross; // of each flag, the sets that were not waited for
   std::string atomic; // the type that writes to global memory add in; empty: they replace
   std::array<std::array<Event, 8>, 64> events;
   std::array<uint8_t, 64> event_ids{};
 
 private:
   Region &Find(const void *address, size_t bytes, const char *verb, int32_t region);
+  bool Ended(const Memory &memory, size_t agent, uint32_t instruction) const;
+  std::string Named(const Memory &memory, size_t agent) const;
+  std::string Missing(const Memory &memory, size_t agent) const;
   Pipe pipe_ = S;
   const char *op_ = "";
   uint32_t epoch_ = 0;
@@ -157,8 +166,11 @@ private:
 // What a launch is told and what it learns.
 struct Limits {
   int64_t capacity[kPlaces];
-  int32_t cube_cores, vector_cores, bfloat16, split; // split: dav-2201, cube and vector cores apart
-  int32_t pads;                                      // whether DataCopyPad and Gather exist
+  int32_t cube_cores, vector_cores, bfloat16;
+  int32_t arch;                               // as __NPU_ARCH__: 2201 (910B, 910_93), 3510 (950), 2002 (310P)
+  bool Apart() const { return arch != 2002; } // cube and vector cores apart
+  bool Pads() const { return arch != 2002; }  // DataCopyPad and Gather exist
+  bool ReachesL1() const { return arch == 3510; } // vector cores write the L1 of their cube core
 };
 struct Launch {
   Limits limits{};

@@ -1,7 +1,9 @@
-// The cube side of dav-2201: global memory to L1 in fractals, L1 to L0A and L0B, and the product into L0C.
+// The cube side of dav-2201 and dav-3510: global memory to L1 in fractals, L1 to L0A and L0B, and the product
+// into L0C.
 //
 // A fractal is 16 rows of 32 bytes (512 bytes); in L0C it is 16 x 16 results. Orders, outer and inner: L1 is
-// nZ as it is copied (columns of fractals, rows inside), L0A zZ, L0B zN, L0C nZ.
+// nZ as it is copied (columns of fractals, rows inside), L0B zN, L0C nZ; L0A is zZ on dav-2201 and nZ, as L1,
+// on dav-3510.
 #pragma once
 #include <algorithm>
 
@@ -32,18 +34,15 @@ struct MmadParams {
 namespace emulation {
 
 inline void RequireCube(const char *op) {
-  Require(Self().launch.limits.split, "the cube side of this SoC is not modelled: its fractal orders differ");
+  Require(Self().launch.limits.Apart(), "the cube side of this SoC is not modelled");
   if (Self().type != CoreType::Cube) Fail(std::string(op) + " runs on a cube core");
 }
 constexpr size_t kFractal = 512;
 
-} // namespace emulation
-
-template <typename T>
-inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
-  using namespace emulation;
+// A row-major matrix to fractals of L1; `row_at` gives the elements of row r of matrix m, having read them.
+template <typename T, typename RowAt>
+inline void CopyToFractals(const LocalTensor<T> &to, const Nd2NzParams &p, const RowAt &row_at) {
   constexpr size_t c0 = kPerBlock<T>;
-  RequireCube("DataCopy to fractals");
   Require(to.place() == L1, "DataCopy to fractals writes L1");
   Require(p.nValue > 0 && p.dValue > 0 && p.nValue <= 16384,
           "DataCopy to fractals: nValue is 1 to 16384, dValue not 0");
@@ -51,28 +50,38 @@ inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, cons
           "DataCopy to fractals: srcDValue is the row length of the source, at least dValue");
   Require(p.dstNzC0Stride >= p.nValue * p.dstNzNStride || p.dValue <= c0,
           "DataCopy to fractals: dstNzC0Stride is smaller than the rows of a column");
-  auto &core = Self();
-  core.Begin(MTE2, "DataCopy");
   RequireType<T>();
+  auto &core = Self();
   const size_t columns = (p.dValue + c0 - 1) / c0;
-  size_t bytes = 0;
   for (size_t matrix = 0; matrix < p.ndNum; ++matrix)
     for (size_t row = 0; row < p.nValue; ++row) {
-      const auto source = from[matrix * p.srcNdMatrixStride + row * p.srcDValue];
-      source.Check(p.dValue);
-      core.ReadGlobal(source.Raw(), p.dValue * sizeof(T), source.region());
-      bytes += p.dValue * sizeof(T);
+      const T *source = row_at(matrix * p.srcNdMatrixStride + row * p.srcDValue);
       for (size_t column = 0; column < columns; ++column) {
         const size_t at =
             matrix * p.dstNzMatrixStride + column * p.dstNzC0Stride * c0 + row * p.dstNzNStride * c0;
         const size_t n = std::min<size_t>(c0, p.dValue - column * c0);
         RequireOperand(to, static_cast<int64_t>(at + c0), "DataCopy to fractals");
         core.Write(to.place(), to.offset() + at * sizeof(T), 32);
-        std::copy(source.Raw() + column * c0, source.Raw() + column * c0 + n, to.Raw() + at);
+        std::copy(source + column * c0, source + column * c0 + n, to.Raw() + at);
         std::fill(to.Raw() + at + n, to.Raw() + at + c0, T{}); // the rest of a row of a fractal becomes 0
       }
     }
-  core.Note(L1, to.offset(), bytes);
+  core.Note(L1, to.offset(), size_t{p.ndNum} * p.nValue * p.dValue * sizeof(T));
+}
+
+} // namespace emulation
+
+template <typename T>
+inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
+  using namespace emulation;
+  RequireCube("DataCopy to fractals");
+  Self().Begin(MTE2, "DataCopy");
+  CopyToFractals(to, p, [&](size_t at) {
+    const auto source = from[at];
+    source.Check(p.dValue);
+    Self().ReadGlobal(source.Raw(), p.dValue * sizeof(T), source.region());
+    return static_cast<const T *>(source.Raw());
+  });
 }
 
 // Zeros for rows of fractals that no copy fills.
@@ -83,19 +92,24 @@ template <typename T> struct InitConstValueParams {
   InitConstValueParams(uint16_t repeats, uint16_t blocks, uint16_t gap, T value)
       : repeatTimes(repeats), blockNum(blocks), dstGap(gap), initValue(value) {}
 };
-template <typename T> inline void InitConstValue(const LocalTensor<T> &to, const InitConstValueParams<T> &p) {
+template <typename T> inline void Fill(const LocalTensor<T> &to, const InitConstValueParams<T> &p) {
   using namespace emulation;
-  RequireCube("InitConstValue");
+  RequireCube("Fill");
+  Require(to.place() == L1 || Self().launch.limits.arch == 2201, "dav-3510 fills L1, not L0A or L0B");
   const size_t unit = to.place() == L1 ? 32 : kFractal;
   auto &core = Self();
-  core.Begin(to.place() == L1 ? MTE2 : MTE1, "InitConstValue");
+  core.Begin(to.place() == L1 ? MTE2 : MTE1, "Fill");
   for (size_t r = 0; r < p.repeatTimes; ++r) {
     const size_t at = r * (p.blockNum + p.dstGap) * unit, bytes = p.blockNum * unit;
-    RequireOperand(to, static_cast<int64_t>((at + bytes) / sizeof(T)), "InitConstValue");
+    RequireOperand(to, static_cast<int64_t>((at + bytes) / sizeof(T)), "Fill");
     core.Write(to.place(), to.offset() + at, bytes);
     std::fill_n(to.Raw() + at / sizeof(T), bytes / sizeof(T), p.initValue);
   }
   core.Note(to.place(), to.offset(), p.repeatTimes * p.blockNum * unit);
+}
+// The name of Fill until CANN 8.5.
+template <typename T> inline void InitConstValue(const LocalTensor<T> &to, const InitConstValueParams<T> &p) {
+  Fill(to, p);
 }
 
 // repeatTimes fractals, srcStride apart in L1 and dstGap free fractals between them in L0; each may be
@@ -106,6 +120,8 @@ inline void LoadData(const LocalTensor<T> &to, const LocalTensor<T> &from, const
   RequireCube("LoadData");
   Require(from.place() == L1 && (to.place() == L0A || to.place() == L0B),
           "LoadData moves from L1 to L0A or L0B");
+  Require(to.place() == L0B || Self().launch.limits.arch == 2201,
+          "L0A of dav-3510 holds columns of fractals: LoadData with LoadData2DParamsV2 fills it");
   Require(!p.ifTranspose || sizeof(T) == 2, "LoadData transposes fractals of 16-bit elements alone");
   auto &core = Self();
   core.Begin(MTE1, "LoadData");
@@ -159,11 +175,13 @@ inline void Mmad(const LocalTensor<float> &c, const LocalTensor<T> &a, const Loc
   core.Write(L0C, c.offset(), mf * nf * 1024, in_order || fresh);
   core.Note(L0C, c.offset(), mf * nf * 1024);
   const T *A = a.Raw(), *B = b.Raw();
+  const bool columns_first = core.launch.limits.arch == 3510; // L0A
   std::vector<float> left(16 * kf * c0), right(16 * kf * c0);
   for (size_t fi = 0; fi < mf; ++fi) {
     for (size_t k = 0; k < kf * c0; ++k)
       for (size_t i = 0; i < 16; ++i)
-        left[i * kf * c0 + k] = ToFloat(A[(fi * kf + k / c0) * elements + i * c0 + k % c0]);
+        left[i * kf * c0 + k] =
+            ToFloat(A[(columns_first ? k / c0 * mf + fi : fi * kf + k / c0) * elements + i * c0 + k % c0]);
     for (size_t fj = 0; fj < nf; ++fj) {
       for (size_t k = 0; k < kf * c0; ++k)
         for (size_t j = 0; j < 16; ++j)

@@ -11,6 +11,9 @@ public:
   LocalTensor() = default;
   LocalTensor(emulation::Place place, size_t offset, uint32_t size, TPosition position)
       : place_(place), position_(position), size_(size), offset_(offset) {}
+  // `size` elements at a byte of the memory behind a position, without a pipe.
+  LocalTensor(TPosition position, uint32_t address, uint32_t size)
+      : place_(emulation::PlaceOf(position)), position_(position), size_(size), offset_(address) {}
 
   uint32_t GetSize() const { return size_; }
   uint32_t GetLength() const { return size_ * sizeof(T); }
@@ -42,7 +45,7 @@ public:
 
   // The emulation's own doors.
   T *Raw() const {
-    auto &memory = emulation::Self().memories[place_];
+    auto &memory = emulation::Self().At(place_);
     memory.Touch();
     return reinterpret_cast<T *>(memory.data.data() + offset_);
   }

@@ -61,7 +61,7 @@ namespace emulation {
 // The vector cores of dav-2201 keep the mask of a selection behind the kernel's buffers.
 inline void RequireScratch() {
   const Memory &memory = Self().memories[UB];
-  if (Self().launch.limits.split && memory.used + 8192 > memory.capacity)
+  if (Self().launch.limits.arch == 2201 && memory.used + 8192 > memory.capacity)
     Fail("Select needs 8192 bytes of UB that no buffer has; the buffers take " + std::to_string(memory.used) +
          " of " + std::to_string(memory.capacity));
 }
@@ -105,7 +105,7 @@ inline void Gather(const LocalTensor<T> &dst, const LocalTensor<T> &src, const L
                    const uint32_t base, const uint32_t count) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "Gather takes elements of 16 or 32 bits");
   using namespace emulation;
-  Require(Self().launch.limits.pads, "this SoC has no Gather with 32-bit offsets");
+  Require(Self().launch.limits.Pads(), "this SoC has no Gather with 32-bit offsets");
   Self().Begin(V, "Gather");
   ReadOperand(offset, count, "Gather");
   RequireOperand(src, 0, "Gather");
