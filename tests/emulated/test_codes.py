@@ -91,6 +91,17 @@ def test_codes_are_those_of_the_reference(knows, data):
         ops_codes._MOST_COMPARED = before
 
 
+def test_keys_and_values_of_different_sizes(npu):
+    generator = fresh_generator()
+    pages = [left_over(3, 2, 4, 8)[0], left_over(3, 2, 4, 5)[0]]
+    there, slots = on_device(pages), torch.tensor([4, 5, 0])
+    k, v = torch.randn(3, 2, 8, generator=generator), torch.randn(3, 2, 5, generator=generator)
+    cache_append(k, v, *pages, slots, strategy="reference")
+    cache_append(k.to(DEVICE), v.to(DEVICE), *there, slots.to(DEVICE), strategy="ascend")
+    for mine, theirs in zip(there, pages, strict=True):
+        assert torch.equal(mine.codes.cpu(), theirs.codes) and torch.equal(mine.scales.cpu(), theirs.scales)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_nothing_is_written_where_every_slot_is_minus_one(npu, known):
     pages, k = left_over(2, 2, 4, 8), torch.randn(3, 2, 8).to(DEVICE)

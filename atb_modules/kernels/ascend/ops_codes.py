@@ -53,11 +53,12 @@ def append_codes(k: Tensor, v: Tensor, k_pages: QuantizedPages, v_pages: Quantiz
     places = derived(slots, ("places", size), lambda: _places(slots, size))
     if places is None:
         return
-    for states, pages in ((k, k_pages), (v, v_pages)):
-        states = states.index_select(0, places.source).float()
-        needed = needed_scales(states)[places.members].amax(dim=1)
-        where = places.page, places.offset, places.touched, places.of, places.held
-        write_codes(states, pages, *where, needed, places.some)
+    where = places.page, places.offset, places.touched, places.of, places.held
+    alike = k.shape == v.shape and k.dtype == v.dtype
+    for sides in [((k, k_pages), (v, v_pages))] if alike else [((k, k_pages),), ((v, v_pages),)]:
+        states = torch.stack([tensor for tensor, _ in sides]).index_select(1, places.source).float()
+        needed = needed_scales(states)[:, places.members].amax(dim=2)
+        write_codes(states, [pages for _, pages in sides], *where, needed, places.some)
 
 
 def _places(slots: Tensor, size: int) -> Places | None:

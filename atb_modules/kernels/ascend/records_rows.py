@@ -98,7 +98,7 @@ def _append_reasons(spec: None, traits: CacheAppendTraits) -> tuple[str, ...]:
 
 def _append_cost(spec: None, traits: CacheAppendTraits) -> Cost:
     elements = 1.0 * traits.tokens * traits.num_kv_heads * traits.head_dim * traits.dtype.itemsize
-    codes = 70.0 if traits.page_dtype == torch.int8 else 0.0
+    codes = 43.0 if traits.page_dtype == torch.int8 else 0.0
     return Cost(bytes=(16.0 if traits.rotary else 4.0) * elements, calls=codes + (6.0 if traits.rotary else 1.0))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def _append_codes(states: Tensor, pages: QuantizedPages, page: Tensor, offset: T
     held = torch.full_like(touched, pages.shape[2]).scatter_reduce(0, of, offset, "amin")
     needed = states.new_zeros(touched.numel(), heads)
     needed = needed.scatter_reduce(0, of[:, None].expand(-1, heads), needed_scales(states), "amax")
-    write_codes(states, pages, page, offset, touched, of, held, needed)
+    write_codes(states[None], [pages], page, offset, touched, of, held, needed[None])
 
 
 def needed_scales(states: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def needed_scales(states: Tensor) -> Tensor:
 
 def write_codes(
     states: Tensor,
-    pages: QuantizedPages,
+    pages: Sequence[QuantizedPages],
     page: Tensor,
     offset: Tensor,
     touched: Tensor,
@@ -54,32 +56,34 @@ def write_codes(
     needed: Tensor,
     some: Tensor | None = None,
 ) -> None:
-    """float32 states (tokens, kv_heads, head_dim) as codes to ``offset`` of ``page`` (tokens,).
+    """float32 states (sides, tokens, kv_heads, head_dim) as codes to ``offset`` of ``page`` (tokens,) of each side.
 
     Args:
+        pages: one or two sides, keys and values of one shape.
         touched: (n,) the pages that change; repeats of a page must come with the same ``held`` and ``needed``.
         of: (tokens,), where in ``touched`` each token's page stands.
         held: (n,), how many tokens of the page stay.
-        needed: (n, kv_heads), the scales that the new tokens need.
+        needed: (sides, n, kv_heads), the scales that the new tokens need.
         some: bool (), whether anything is written at all; None: yes.
     """
-    before = pages.scales[touched]
+    before = torch.stack([side.scales[touched] for side in pages])
     filled = before.masked_fill((held == 0)[:, None], 0.0)
     after = torch.maximum(filled, needed)
     # Where nothing grows the ratio is 1, and rounding changes nothing; codes from the first new slot on are not kept.
     ratio = torch.where(after > filled, filled / after, 1.0)
-    kept = (torch.arange(pages.shape[2], device=held.device) < held[:, None])[:, None, :, None]
-    codes = pages.codes[touched]
-    rounded = torch.where(kept, (codes.float() * ratio[:, :, None, None]).round().to(torch.int8), codes)
-    scale = after.where(after > 0.0, 1.0)[of][:, :, None]
+    kept = (torch.arange(pages[0].shape[2], device=held.device) < held[:, None])[:, None, :, None]
+    codes = torch.stack([side.codes[touched] for side in pages])
+    rounded = torch.where(kept, (codes.float() * ratio[..., None, None]).round().to(torch.int8), codes)
+    scale = after.where(after > 0.0, 1.0)[:, of, :, None]
     limit = float(LARGEST_CODE)
     new = (states / scale).round().clamp(-limit, limit).to(torch.int8)
     if some is not None:
         rounded, after = torch.where(some, rounded, codes), torch.where(some, after, before)
-        new = torch.where(some, new, pages.codes[page, :, offset])
-    pages.codes[touched] = rounded
-    pages.scales[touched] = after
-    pages.codes[page, :, offset] = new
+        new = torch.where(some, new, torch.stack([side.codes[page, :, offset] for side in pages]))
+    for place, side in enumerate(pages):
+        side.codes[touched] = rounded[place]
+        side.scales[touched] = after[place]
+        side.codes[page, :, offset] = new[place]
 
 
 def rotary_append_torch(
