@@ -16,7 +16,7 @@ from atb_modules.checks import check_type
 from atb_modules.fusions import Fusion
 from atb_modules.kernels.ascend.socs import Soc, find_soc
 from atb_modules.layer import TransformerLayer
-from atb_modules.optimize.planner.rules import L2_SHARE, RULES, Rule, layout_change, no_kernel, refusal, workspace
+from atb_modules.optimize.planner.rules import L2_SHARE, RULES, Rule, layout_change, refusal, workspace
 from atb_modules.optimize.planner.shapes import LayerShape
 from atb_modules.optimize.planner.steps import Step, layer_steps
 
@@ -85,12 +85,10 @@ class FusionPlan:
         """Let ``layer`` run as planned, and return it. What a plan leaves apart runs apart; results stay the same.
 
         A fusion that a plan takes in some places of a layer and not in others is left to the kernels of the place, and
-        so is attention on a chip without a fused kernel for it: in PyTorch's operators it goes by blocks of keys, too.
+        so is attention where the chip has no fused kernel: in PyTorch's operators it goes by blocks of keys, too.
         """
         check_type("layer", layer, TransformerLayer)
-        soc = find_soc(self.soc)
-        left = {rule.fusion for rule in RULES if rule.fusion is Fusion.ATTENTION and no_kernel(rule, soc)}
-        layer.use_fusions(self.fusions | left)
+        layer.use_fusions(self.fusions | {Fusion.ATTENTION})
         return layer
 
     def as_dict(self) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def _objection(rule: Rule, run: tuple[Step, ...], shape: LayerShape, soc: Soc) -
     change = layout_change(run)
     if change is not None:
         return f"a layout change from {change[0]} to {change[1]} lies between them on {soc.version}"
-    lacking = no_kernel(rule, soc) or refusal(rule, run, shape, soc)
+    lacking = refusal(rule, run, shape, soc)
     if lacking:
         return lacking
     between = workspace(rule, shape, soc)

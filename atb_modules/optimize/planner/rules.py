@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from atb_modules.fusions import Fusion
 from atb_modules.kernels.ascend import ops_ascendc
 from atb_modules.kernels.ascend.availability import assume_soc
-from atb_modules.kernels.ascend.rules import is_310p
 from atb_modules.kernels.ascend.socs import KIB, Soc
 from atb_modules.kernels.registry import kernels
-from atb_modules.kernels.traits import ActivationTraits, LinearTraits, NormTraits
+from atb_modules.kernels.traits import (
+    ActivationTraits,
+    AttentionTraits,
+    CacheAppendTraits,
+    LinearTraits,
+    NormTraits,
+    PagedAttentionTraits,
+)
 from atb_modules.mlp import MLPType
 from atb_modules.optimize.planner.shapes import LayerShape
 from atb_modules.optimize.planner.steps import Step
+from atb_modules.spec import AttentionSpec
 from atb_modules.strategies import LinearStrategy
 
 Need = Callable[[tuple[Step, ...], LayerShape, Soc], int]
@@ -109,18 +117,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def no_kernel(rule: Rule, soc: Soc) -> str:
-    """Why neither torch_npu nor we have the rule's kernel on this chip; empty where one of us has."""
-    if rule.fusion in (Fusion.ATTENTION, Fusion.ROTARY_APPEND) and is_310p(soc):
-        return f"no {rule.kernel} runs on {soc.version}, neither torch_npu's nor ours"
-    return ""
-
-
-def _registered_call(
-    rule: Rule, steps: tuple[Step, ...], shape: LayerShape
-) -> tuple[str, ActivationTraits | LinearTraits | NormTraits] | None:
-    """The op of the registry that a fusion is, and its traits; None where ``no_kernel`` answers."""
+def _registered_call(rule: Rule, steps: tuple[Step, ...], shape: LayerShape) -> tuple[str, Any]:
+    """The op of the registry that a fusion is, and its traits."""
     dtype, rows, width = shape.dtype, steps[-1].rows, steps[-1].width
+    heads = shape.num_heads, shape.num_kv_heads
     match rule.fusion:
         case Fusion.GATE:
             return "gated_activation", ActivationTraits("npu", dtype, MLPType(shape.mlp_type).activation, rows, width)
@@ -128,7 +128,14 @@ def _registered_call(
             return "add_rms_norm", NormTraits("npu", dtype, rows, width, fused_add=True)
         case Fusion.NORM_MATMUL:
             return "norm_linear", LinearTraits("npu", dtype, dtype, rows, steps[0].width, width)
-    return None
+        case Fusion.ROTARY_APPEND:
+            return "rotary_append", CacheAppendTraits("npu", dtype, dtype, rows, heads[1], shape.head_dim, rotary=True)
+    blocks = -(-shape.kv_len // shape.page_size)
+    if shape.cached:
+        pages = shape.head_dim, shape.page_size, blocks
+        return "paged_attention", PagedAttentionTraits("npu", dtype, dtype, shape.batch, rows, *heads, *pages)
+    lengths = rows // shape.batch, shape.kv_len
+    return "attention", AttentionTraits("npu", dtype, shape.batch, *heads, *lengths, shape.head_dim, shape.head_dim)
 
 
 def refusal(rule: Rule, steps: tuple[Step, ...], shape: LayerShape, soc: Soc) -> str:
@@ -137,17 +144,14 @@ def refusal(rule: Rule, steps: tuple[Step, ...], shape: LayerShape, soc: Soc) ->
     In the words of the registry's records, which know what the operators' documentation and our tilings allow. Whether
     our kernels are built on this machine says nothing about the chip.
     """
-    call = _registered_call(rule, steps, shape)
-    if call is None:
-        return ""
-    op, traits = call
+    op, traits = _registered_call(rule, steps, shape)
     sentences: list[str] = []
     unbuilt = ops_ascendc.unbuilt_reason()
     with assume_soc(soc):
         for kernel in kernels(op):
             if kernel.device_types != ("npu",) or kernel.strategy is LinearStrategy.ASCEND:
                 continue  # torch_npu's norm and product are two kernels
-            reasons = [reason for reason in kernel.reasons(None, traits) if reason != unbuilt]
+            reasons = [reason for reason in kernel.reasons(AttentionSpec(causal=True), traits) if reason != unbuilt]
             if not reasons:
                 return ""
             sentences += reasons
