@@ -15,7 +15,7 @@ from . import structs
 
 _NAMES = ("libatb_cpu.so", "atb_cpu.so", "libatb_cpu.dylib")
 _ISAS = ("baseline", "avx2", "avx512")
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 NOT_BUILT = "native library not built"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library, structs
-from .library_ops import LIB, as_rows, call, check_same, define, threads
+from .library_ops import LIB, as_rows, call, check_same, define, pointer, threads
 
 
 def _kind(kind: str) -> int:
@@ -90,6 +90,78 @@ def value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return positive * positive, 2 * positive
 
 
+def gated_backward_out(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    kind: str,
+    d_gate: Tensor,
+    d_up: Tensor | None,
+    *,
+    factors: Tensor | None = None,
+    out: Tensor | None = None,
+    d_factors: Tensor | None = None,
+) -> None:
+    """Gradients of ``factors * act(gate) * up`` into d_gate and d_up, in one pass over all of them.
+
+    Args:
+        grad, gate, up, d_gate, d_up, out: (..., width) in one dtype, those written with dense rows; without ``up`` the
+            product is ``act(gate)`` and there is no ``d_up``.
+        factors, d_factors: (rows,) in float32, contiguous: a factor a row, and room for its gradient.
+        out: room for ``act(gate) * up``.
+    """
+    code, dtype = _kind(kind), library.dtype_code("gate", gate.dtype)
+    for name, tensor in (("grad", grad), ("up", up), ("d_gate", d_gate), ("d_up", d_up), ("out", out)):
+        if tensor is not None:
+            check_same(name, tensor, "gate", gate.shape, gate.dtype)
+    if gate.numel() == 0:
+        if d_factors is not None:
+            d_factors.zero_()
+        return
+    grad, rows, width, grad_stride = as_rows(grad)
+    gate, _, _, gate_stride = as_rows(gate)
+    for name, vector in (("factors", factors), ("d_factors", d_factors)):
+        if vector is not None:
+            check_same(name, vector, "the rows of gate", (rows,), torch.float32)
+    up, up_stride = (None, 0) if up is None else as_rows(up)[::3]
+    strides = [_row_stride(name, t) for name, t in (("d_gate", d_gate), ("d_up", d_up), ("out", out))]
+    args = structs.GatedBackwardArgs(
+        grad.data_ptr(), gate.data_ptr(), pointer(up), pointer(factors), d_gate.data_ptr(), pointer(d_up), pointer(out),
+        pointer(d_factors), rows, width, grad_stride, gate_stride, up_stride, *strides, dtype, code, threads(),
+    )  # fmt: skip
+    call("atb_gated_backward", args)
+
+
+def _row_stride(name: str, tensor: Tensor | None) -> int:
+    """The stride of the rows of a tensor that is written where it lies."""
+    if tensor is None:
+        return 0
+    rows, _, _, stride = as_rows(tensor)
+    if rows.data_ptr() != tensor.data_ptr():
+        raise ValueError(f"{name} must have dense rows of one stride, got strides {tensor.stride()}")
+    return stride
+
+
+def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = _new(gate), _new(up)
+    if gate.dim() == 0:
+        gated_backward_out(*(t.reshape(1) for t in (grad, gate, up)), kind, d_gate.view(1), d_up.view(1))
+    else:
+        gated_backward_out(grad, gate, up, kind, d_gate, d_up)
+    return d_gate, d_up
+
+
+def _meta_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return _new(gate), _new(up)
+
+
+define(
+    "gated_activation_backward(Tensor grad, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
+    _gated_backward,
+    _meta_backward,
+)
+
+
 def _save(ctx, inputs, output) -> None:
     gate, up, ctx.kind = inputs
     ctx.save_for_backward(gate, up)
@@ -97,6 +169,9 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     gate, up = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return *torch.ops.atb_modules.gated_activation_backward(grad, gate, up, ctx.kind), None
+    # A gradient of the gradient is asked for: formulas that autograd knows.
     value, slope = value_and_slope(gate.float(), ctx.kind)
     g = grad.float()
     return (g * up.float() * slope).to(gate.dtype), (g * value).to(up.dtype), None

@@ -15,7 +15,7 @@ from atb_modules.kernels.experts import sort_by_expert
 
 from . import library
 from .library_ops import LIB, define
-from .ops_activation import gated_activation_out, value_and_slope
+from .ops_activation import gated_activation_out, gated_backward_out
 from .ops_linear import linear_out
 
 
@@ -100,19 +100,16 @@ def _activation_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden values, gradient of factors, gradient of product), for all experts at once: each call has its price.
 
-    ``back`` is what reaches the hidden values before the weight of a choice; it is overwritten.
+    ``back`` is what reaches the hidden values before the weight of a choice.
     """
     width = back.shape[1]
-    value, slope = value_and_slope(product[:, :width], kind)
-    other = product[:, width:] if gated else None
-    hidden = value if other is None else value * other
-    d_factors = (back * hidden).sum(-1, keepdim=True)
-    back.mul_(factors)
-    d_product = torch.empty_like(product)
-    torch.mul(back if other is None else back * other, slope, out=d_product[:, :width])
-    if gated:
-        torch.mul(back, value, out=d_product[:, width:])
-    return hidden, d_factors, d_product
+    hidden, d_product, d_factors = torch.empty_like(back), torch.empty_like(product), torch.empty_like(factors)
+    up, d_up = (t[:, width:] if gated else None for t in (product, d_product))
+    gated_backward_out(
+        back, product[:, :width], up, kind, d_product[:, :width], d_up, factors=factors, out=hidden,
+        d_factors=d_factors,
+    )  # fmt: skip
+    return hidden, d_factors.unsqueeze(-1), d_product
 
 
 def _moe_backward(
@@ -132,7 +129,7 @@ def _moe_backward(
     tokens, top_k = experts.shape
     order, inverse, ends = sort_by_expert(experts, up_proj.shape[0])
     token = order // top_k
-    rows, grads, factors = x[token].float(), grad[token].float(), weights.reshape(-1)[order].float().unsqueeze(-1)
+    rows, grads, factors = x[token].float(), grad[token].float(), weights.reshape(-1)[order].float()
     d_rows = torch.empty_like(rows)
     d_up, d_down, d_up_bias, d_down_bias = (
         x.new_empty(0) if p is None else torch.empty(p.shape, dtype=p.dtype)
@@ -145,7 +142,7 @@ def _moe_backward(
     for expert, mine in _ranges(ends):
         torch.mm(grads[mine], down_proj[expert].float(), out=back[mine])
     hidden, d_factors, d_product = _activation_gradients(product, back, factors, kind, gated)
-    weighted = grads * factors
+    weighted = grads * factors.unsqueeze(-1)
     for expert, mine in _ranges(ends):
         _product(weighted[mine].t(), hidden[mine], d_down[expert])
         _product(d_product[mine].t(), rows[mine], d_up[expert])

@@ -38,6 +38,14 @@ class GatedArgs(ctypes.Structure):
     )
 
 
+class GatedBackwardArgs(ctypes.Structure):
+    _fields_ = _fields(
+        ("grad gate up factors d_gate d_up out d_factors", _P),
+        ("rows width grad_stride gate_stride up_stride d_gate_stride d_up_stride out_stride", _I64),
+        ("dtype kind threads", _I32),
+    )
+
+
 class RotaryArgs(ctypes.Structure):
     _fields_ = _fields(
         ("x out cos sin", _P),
@@ -121,6 +129,7 @@ class DecodeStackArgs(ctypes.Structure):
 KERNELS: dict[str, type[ctypes.Structure]] = {
     "atb_norm": NormArgs,
     "atb_gated_activation": GatedArgs,
+    "atb_gated_backward": GatedBackwardArgs,
     "atb_rotary": RotaryArgs,
     "atb_append": AppendArgs,
     "atb_linear": LinearArgs,

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from atb_modules.kernels.cpu import ops_activation
+
 OPS = torch.ops.atb_modules
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -71,6 +73,55 @@ def test_gated_activation(isa, kind, dtype):
     fused = (torch.randn(3, 7, 2 * 37) * 4).to(dtype)
     gate, up = fused.chunk(2, -1)
     close(OPS.gated_activation(gate, up, kind), ACTIVATIONS[kind](gate.double()) * up.double(), 6 * STEP[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("width", [1, 7, 33, 577])
+def test_gradients_of_gates_with_a_factor_a_row(isa, width, kind, dtype):
+    both, upstream, factors = (4 * torch.randn(7, 2 * width)).to(dtype), torch.randn(7, width).to(dtype), torch.rand(7)
+    gate, up = both.split(width, dim=1)  # views into longer rows
+    grads, out, d_factors = torch.empty_like(both), torch.empty_like(upstream), torch.empty(7)
+    d_gate, d_up = grads.split(width, dim=1)
+    ops_activation.gated_backward_out(
+        upstream, gate, up, kind, d_gate, d_up, factors=factors, out=out, d_factors=d_factors
+    )
+    leaves = [t.double().requires_grad_() for t in (gate, up, factors)]
+    hidden = ACTIVATIONS[kind](leaves[0]) * leaves[1]
+    wanted = torch.autograd.grad(hidden * leaves[2].unsqueeze(1), leaves, upstream.double())
+    for got, want in zip((d_gate, d_up), wanted[:2], strict=True):
+        close(got, want, 6 * STEP[dtype])
+    close(out, hidden.detach(), 6 * STEP[dtype])
+    torch.testing.assert_close(d_factors.double(), wanted[2], atol=2e-5 * width, rtol=2e-5)
+    # without up, factors and what else may be left out
+    alone = torch.empty_like(upstream)
+    ops_activation.gated_backward_out(upstream, gate, None, kind, alone, None)
+    (want,) = torch.autograd.grad(ACTIVATIONS[kind](leaves[0]), leaves[0], upstream.double())
+    close(alone, want, 6 * STEP[dtype])
+
+
+def test_gradients_of_gates_at_the_ends(isa):
+    x = torch.tensor([0.0, -0.0, 1e-30, 20.0, -20.0, 90.0, -90.0, 1e20, -1e20, 3e38, -3e38, float("nan")])
+    for kind, function in ACTIVATIONS.items():
+        leaf = x.double().requires_grad_()
+        (want,) = torch.autograd.grad(function(leaf).sum(), leaf)
+        got = OPS.gated_activation_backward(torch.ones_like(x), x, torch.ones_like(x), kind)[0]
+        finite = want.isfinite() & (want.abs() < 3e38)
+        torch.testing.assert_close(got[finite].double(), want[finite], atol=2e-6, rtol=2e-6)
+        assert got[-1].isnan()
+        assert got[:-1].isfinite().all() or kind == "relu2"
+
+
+def test_a_gradient_of_the_gradient_of_a_gate():
+    for kind in ACTIVATIONS:
+        gate, up = (torch.randn(3, 5).double().float().requires_grad_() for _ in range(2))
+        first = torch.autograd.grad(OPS.gated_activation(gate, up, kind).square().sum(), [gate, up], create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), [gate, up])
+        wide = [t.detach().double().requires_grad_() for t in (gate, up)]
+        plain = torch.autograd.grad((ACTIVATIONS[kind](wide[0]) * wide[1]).square().sum(), wide, create_graph=True)
+        truth = torch.autograd.grad(sum(t.square().sum() for t in plain), wide)
+        for got, want in zip(second, truth, strict=True):
+            torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=2e-4)
 
 
 def test_activation_ends(isa):
@@ -223,6 +274,7 @@ def test_opcheck():
         (OPS.add_layer_norm.out, (x, y, w, b, 1e-5), {"out": out, "sum_out": total}),
         (OPS.gated_activation.default, (leaf, y, "gelu"), {}),
         (OPS.gated_activation.out, (x, y, "gelu"), {"out": out}),
+        (OPS.gated_activation_backward.default, (x, y, out, "gelu"), {}),
         (OPS.rotary.default, (leaf, cos, sin, True), {}),
         (OPS.rotary.out, (x, cos, sin, True), {"out": out}),
         (OPS.rotary_append.default, (torch.randn(4, 6, 24), x, y, cos, sin, *pages, slots, False), {}),

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define ATB_ABI_VERSION 5
+#define ATB_ABI_VERSION 6
 
 enum { ATB_F32 = 0, ATB_BF16 = 1, ATB_F16 = 2, ATB_I8 = 3 };
 enum { ATB_SILU = 0, ATB_GELU = 1, ATB_GELU_TANH = 2, ATB_RELU2 = 3 };
@@ -42,6 +42,19 @@ typedef struct {
   int64_t rows, width, gate_stride, up_stride, out_stride;
   int32_t dtype, kind, threads;
 } atb_gated_args;
+
+/* Gradients of factor * activation(gate) * up for `grad` (all in the dtype, rows with their own strides):
+   d_gate and d_up. Without up it is factor * activation(gate). On request also out = activation(gate) * up,
+   and for each row the gradient of its factor, the sum of grad * activation(gate) * up. */
+typedef struct {
+  const void *grad, *gate, *up; /* up optional */
+  const float *factors;         /* optional, one a row */
+  void *d_gate, *d_up;          /* d_up only with up */
+  void *out;                    /* optional */
+  float *d_factors;             /* optional */
+  int64_t rows, width, grad_stride, gate_stride, up_stride, d_gate_stride, d_up_stride, out_stride;
+  int32_t dtype, kind, threads;
+} atb_gated_backward_args;
 
 /* Rotates the first 2 * half channels of x (tokens, heads, head_dim); may write in place. */
 typedef struct {
@@ -193,6 +206,7 @@ ATB_EXPORT int32_t atb_has_bf16_units(void);
 
 ATB_EXPORT void atb_norm(const atb_norm_args *args);
 ATB_EXPORT void atb_gated_activation(const atb_gated_args *args);
+ATB_EXPORT void atb_gated_backward(const atb_gated_backward_args *args);
 ATB_EXPORT void atb_rotary(const atb_rotary_args *args);
 ATB_EXPORT void atb_append(const atb_append_args *args);
 ATB_EXPORT void atb_linear(const atb_linear_args *args);

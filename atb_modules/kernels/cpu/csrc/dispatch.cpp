@@ -88,6 +88,9 @@ void atb_norm(const atb_norm_args *args) {
 void atb_gated_activation(const atb_gated_args *args) {
   current()->gated(args);
 }
+void atb_gated_backward(const atb_gated_backward_args *args) {
+  current()->gated_backward(args);
+}
 void atb_rotary(const atb_rotary_args *args) {
   current()->rotary(args);
 }

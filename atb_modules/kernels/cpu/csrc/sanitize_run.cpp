@@ -105,6 +105,17 @@ void rows_of(int dtype, int threads) {
       const atb_gated_args g = {x.data(), y.data(), out.data(), rows, width,  width,
                                 width,    width,    dtype,      kind, threads};
       atb_gated_activation(&g);
+      std::vector<uint8_t> d_gate(x.size()), d_up(x.size());
+      const std::vector<float> factors(rows, 0.5f);
+      std::vector<float> d_factors(rows);
+      atb_gated_backward_args b = {x.data(),      y.data(),    x.data(),   factors.data(),
+                                   d_gate.data(), d_up.data(), out.data(), d_factors.data(),
+                                   rows,          width,       width,      width,
+                                   width,         width,       width,      width,
+                                   dtype,         kind,        threads};
+      atb_gated_backward(&b);
+      b.up = nullptr, b.factors = nullptr, b.d_up = nullptr, b.out = nullptr, b.d_factors = nullptr;
+      atb_gated_backward(&b);
     }
     for (int weights = 0; weights < 3; ++weights)
       for (int64_t count : {1, 3, 17}) {

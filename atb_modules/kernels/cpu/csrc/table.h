@@ -5,6 +5,7 @@
 struct AtbTable {
   void (*norm)(const atb_norm_args *);
   void (*gated)(const atb_gated_args *);
+  void (*gated_backward)(const atb_gated_backward_args *);
   void (*rotary)(const atb_rotary_args *);
   void (*append)(const atb_append_args *);
   void (*linear)(const atb_linear_args *);
@@ -21,6 +22,7 @@ struct AtbTable {
   extern const AtbTable table;                                                                               \
   void norm(const atb_norm_args *);                                                                          \
   void gated(const atb_gated_args *);                                                                        \
+  void gated_backward(const atb_gated_backward_args *);                                                      \
   void rotary(const atb_rotary_args *);                                                                      \
   void append(const atb_append_args *);                                                                      \
   void linear(const atb_linear_args *);                                                                      \
