@@ -34,7 +34,11 @@ def _why_not() -> str:
 
 def unbuilt_reason() -> str:
     """Why the ops are not there; empty where they are."""
-    return "" if ascendc.loaded() else _why_not()
+    if ascendc.loaded():
+        return ""
+    if torch.compiler.is_compiling():  # which can look for no file
+        return "our Ascend C kernels are not loaded, and a traced graph loads no library"
+    return _why_not()
 
 
 def rms_norm_ascend_c(

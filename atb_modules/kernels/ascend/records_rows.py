@@ -31,9 +31,14 @@ from atb_modules.strategies import (
 )
 
 
-def _norm_reasons(operator: str, on_310p: bool = True):
+def _norm_reasons(operator: str, least: int = 32):
+    """``least``: bytes of a row on the inference chip, "the last axis must be at least 32 bytes"."""
+
     def reasons(spec: None, traits: NormTraits) -> Iterator[str]:
-        yield from chip_and_dtype(traits, operator, FLOATS, on_310p)
+        yield from chip_and_dtype(traits, operator, FLOATS)
+        row = traits.width * traits.dtype.itemsize
+        if is_310p() and row < least:
+            yield f"{operator} takes rows of 32 bytes and more on Ascend310P3, the call has {row}"
 
     return lambda spec, traits: tuple(reasons(spec, traits))
 
@@ -204,7 +209,13 @@ _add(
     _norm_cost(4.0),
     transformable=False,
 )
-_add("layer_norm", NormStrategy.ASCEND, ops_rows.layer_norm_ascend, _norm_reasons("native_layer_norm"), _norm_cost(2.0))
+_add(
+    "layer_norm",
+    NormStrategy.ASCEND,
+    ops_rows.layer_norm_ascend,
+    _norm_reasons("native_layer_norm", least=0),
+    _norm_cost(2.0),
+)
 _add(
     "add_layer_norm",
     NormStrategy.ASCEND,

@@ -26,7 +26,7 @@ def gated_activation_out(gate: Tensor, up: Tensor, kind: str, *, out: Tensor) ->
     if gate.numel() == 0:
         return
     if gate.dim() == 0:
-        gate, up = gate.reshape(1), up.reshape(1)
+        gate, up, out = gate.view(1), up.view(1), out.view(1)
     gate, rows, width, gate_stride = as_rows(gate)
     up, _, _, up_stride = as_rows(up)
     rows_of_out, _, _, out_stride = as_rows(out)
@@ -145,9 +145,8 @@ def _row_stride(name: str, tensor: Tensor | None) -> int:
 def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = _new(gate), _new(up)
     if gate.dim() == 0:
-        gated_backward_out(*(t.reshape(1) for t in (grad, gate, up)), kind, d_gate.view(1), d_up.view(1))
-    else:
-        gated_backward_out(grad, gate, up, kind, d_gate, d_up)
+        grad, gate, up = grad.view(1), gate.view(1), up.view(1)
+    gated_backward_out(grad, gate, up, kind, d_gate.view(gate.shape), d_up.view(gate.shape))
     return d_gate, d_up
 
 

@@ -32,6 +32,7 @@ TRAITS = {
     "paged_attention": PagedAttentionTraits("npu", HALF, HALF, 4, 4, 8, 2, 128, 128, 8),
     "rms_norm": NormTraits("npu", HALF, 16, 4096),
     "add_rms_norm": NormTraits("npu", HALF, 16, 4096, fused_add=True),
+    "add_layer_norm": NormTraits("npu", HALF, 16, 4096, fused_add=True),
     "gated_activation": ActivationTraits("npu", HALF, "silu", 16, 4096),
     "rotary": RotaryTraits("npu", HALF, 16, 8, 128, 128),
     "cache_append": CacheAppendTraits("npu", HALF, HALF, 16, 2, 128),
@@ -112,6 +113,9 @@ FORBIDDEN = [
     ("paged_attention", "ascend", "310p", {"total": 9, "need_lse": True}, CAUSAL, "returns no LSE"),
     ("paged_attention", "ascend", "310p", {"total": 9, "head_dim": 528}, CAUSAL, "head sizes up to 512"),
     ("paged_attention", "ascend", "310p", {"total": 9, "num_heads": 258}, CAUSAL, "up to 256 heads"),
+    ("rms_norm", "ascend", "310p", {"width": 15}, None, "rows of 32 bytes and more on Ascend310P3, the call has 30"),
+    ("add_rms_norm", "ascend", "310p", {"width": 15}, None, "rows of 32 bytes and more on Ascend310P3"),
+    ("add_layer_norm", "ascend", "310p", {"width": 15}, None, "rows of 32 bytes and more on Ascend310P3"),
     ("paged_attention", "ascend", "310p", {"total": 9, "max_blocks": 300}, CAUSAL, "may hold more than 16384 tokens"),
     (
         "paged_attention",
@@ -207,7 +211,7 @@ def test_forbidden_calls_are_refused_with_their_rule(monkeypatch, op, strategy, 
 @pytest.mark.parametrize("strategy", ["ascend", "ascend_c"])
 def test_the_same_calls_without_the_change_are_served(monkeypatch, op, strategy):
     if strategy not in [k.strategy.value for k in kernels(op)]:
-        assert (op, strategy) in {("rotary", "ascend_c"), ("cache_append", "ascend_c")}
+        assert strategy == "ascend_c" and op in ("rotary", "cache_append", "add_layer_norm")
         return
     spec = CAUSAL if "attention" in op else None
     assert reasons(op, strategy, "910b1", {}, spec, monkeypatch) == ()

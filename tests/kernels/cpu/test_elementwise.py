@@ -112,6 +112,16 @@ def test_gradients_of_gates_at_the_ends(isa):
         assert got[:-1].isfinite().all() or kind == "relu2"
 
 
+def test_gates_of_one_number():
+    gate, up = torch.tensor(1.5, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    out = OPS.gated_activation(gate, up, "silu")
+    torch.testing.assert_close(out, F.silu(gate) * up)
+    for got, want in zip(
+        torch.autograd.grad(out, [gate, up]), torch.autograd.grad(F.silu(gate) * up, [gate, up]), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_gradient_of_the_gradient_of_a_gate():
     for kind in ACTIVATIONS:
         gate, up = (torch.randn(3, 5).double().float().requires_grad_() for _ in range(2))

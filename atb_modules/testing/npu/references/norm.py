@@ -8,6 +8,7 @@ from torch import Tensor
 from atb_modules.testing.npu.binding import require
 from atb_modules.testing.npu.references.registry import reference
 from atb_modules.testing.npu.references.rules import (
+    is_310p,
     require_contiguous,
     require_dtype,
     require_not_310p,
@@ -23,6 +24,12 @@ def _axes(x: Tensor, gamma: Tensor) -> tuple[int, ...]:
     return tuple(range(-gamma.dim(), 0))
 
 
+def _require_row(x: Tensor) -> None:
+    """Of the inference chip 310P: "the last axis must be at least 32 bytes"."""
+    row = x.shape[-1] * x.element_size()
+    require(not is_310p() or row >= 32, f"the last axis has {row} bytes; on this SoC it must be at least 32 bytes")
+
+
 def _rstd(wide: Tensor, axes: tuple[int, ...], epsilon: float) -> Tensor:
     return torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)
 
@@ -35,6 +42,7 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
     """
     require_dtype("input", input)
     require_same_dtype(input=input, gamma=gamma)
+    _require_row(input)
     require(2 <= input.dim() <= 8, f"input has {input.dim()} dims; shapes of 2 to 8 dims are supported")
     axes = _axes(input, gamma)
     wide = input.float()
@@ -59,6 +67,7 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
     """
     require_dtype("x1", x1)
     require_same_dtype(x1=x1, x2=x2, gamma=gamma)
+    _require_row(x1)
     require(x1.shape == x2.shape, f"x1 has shape {tuple(x1.shape)}, x2 {tuple(x2.shape)}; they must agree")
     axes = _axes(x1, gamma)
     total = (x1.float() + x2.float()).to(x1.dtype)
@@ -91,6 +100,7 @@ def add_layer_norm(
     x); "additionalOutput: whether x1 + x2 is put out". Without it, x is allocated and left as it was.
     """
     require_dtype("x1", x1)
+    _require_row(x1)
     require(x1.shape == x2.shape, f"x1 has shape {tuple(x1.shape)}, x2 {tuple(x2.shape)}; they must agree")
     require_same_dtype(gamma=gamma, beta=beta)
     require(gamma.shape == beta.shape, f"gamma has shape {tuple(gamma.shape)}, beta {tuple(beta.shape)}")
