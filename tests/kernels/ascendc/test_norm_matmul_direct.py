@@ -89,7 +89,7 @@ FAULTS = {
         "static_cast<uint32_t>((which + 2) * size * sizeof(T))", "L1 .* while pipe MTE2 of core|MTE[12]|has no buffer",
     ),
     "rows without the missing ones": (
-        "norm_matmul_direct_rows.h", "    if (rows < share)\n", "    if (false)\n", "of UB, which nobody has written",
+        "norm_matmul_direct_rows.h", "    if (rows < share) {", "    if (false) {", "of UB, which nobody has written",
     ),
     "the end of a row is left as it is": (
         "norm_matmul_direct_rows.h", "behind, gap, 0},\n                ZerosBehind<T>(width - n));",
@@ -114,9 +114,3 @@ def test_planted_faults_are_found(fault, mutants, monkeypatch):
         several_steps(width=519)
 
 
-def test_halves_in_the_wrong_place_turn_parity_red(tmp_path, monkeypatch):
-    change = ("norm_matmul_direct_rows.h", "copy.dstNzC0Stride = static_cast<uint16_t>(2 * share);",
-              "copy.dstNzC0Stride = static_cast<uint16_t>(2 * share + 16);")  # fmt: skip
-    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *change))
-    with pytest.raises((AssertionError, EmulationError)):
-        check(16, 64, 16, torch.float16, soc=SOC)
