@@ -13,7 +13,8 @@ constexpr bool kStraightToL1 = false;
 
 // Runs of blocks of 32 bytes from the unified buffer to L1: the two vector cores of a block write the L1 of
 // its cube core, on the pipe MTE3. Only where ENABLE_CV_COMM_VIA_SSBUF is true "the data goes through the
-// hardware channel from UB to L1"; else, as on dav-2201, through global memory and by Matmul's high-level API.
+// hardware channel from UB to L1"; else, as on dav-2201, through global memory and by Matmul's high-level
+// API.
 template <typename T>
 inline void DataCopy(const LocalTensor<T> &to, const LocalTensor<T> &from, const DataCopyParams &p) {
   using namespace emulation;
