@@ -88,6 +88,7 @@ DAV_3510 = {
     "columns_too_close": "a stride is smaller than the fractals of a column",
     "rows_copied_as_fractals": "simulated by software: make fractals in the unified buffer",
     "too_many_fractals_at_once": "mStep and kStep are 1 to 255",
+    "adds_to_no_elements": "does not promise to do nothing for a count or a repeat of 0",
     "gap_between_fractals": "dstGap has no effect on dav-3510",
 }
 MIXED = {

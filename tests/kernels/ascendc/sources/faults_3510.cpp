@@ -6,7 +6,7 @@ using namespace AscendC;
 // c (16, 16) = (a + 1) b^T: the vector cores write eight rows of the left operand each.
 struct Fault {
   bool waits = true, for_one = false, hands_over = true, ahead = false, v1 = false, fills_l0a = false,
-       close = false, as_fractals = false;
+       close = false, as_fractals = false, nothing = false;
   uint32_t address = 0, gap = 0, m = 1;
 };
 
@@ -34,13 +34,13 @@ struct Vectors {
     out_.EnQue(sum);
     if (fault.hands_over) sum = out_.DeQue<half>();
     const LocalTensor<half> l1(TPosition::A1, fault.address, 256);
-    const DataCopyParams copy{1, 8, 0, 0}; // rows of half of a fractal
     if (fault.as_fractals) DataCopy(l1[mine], sum, Nd2NzParams{1, 8, 16, 0, 16, 16, 1, 0});
-    DataCopy(l1[mine], sum, copy);
+    if (fault.nothing) Adds(sum, sum, half(0.0f), 0);
+    DataCopy(l1[mine], sum, 128); // rows of half of a fractal
     if (fault.ahead) {
       CrossCoreSetFlag<4, PIPE_MTE3>(0);
       PipeBarrier<PIPE_MTE3>();
-      DataCopy(l1[mine], sum, copy);
+      DataCopy(l1[mine], sum, DataCopyParams{1, 8, 0, 0});
     }
     if (fault.hands_over) out_.FreeTensor(sum);
     CrossCoreSetFlag<4, PIPE_MTE3>(0);
@@ -182,5 +182,11 @@ extern "C" __global__ __aicore__ void gap_between_fractals(GM_ADDR a, GM_ADDR b,
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
   Fault fault;
   fault.gap = 1;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void adds_to_no_elements(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.nothing = true;
   Run(a, b, c, fault);
 }

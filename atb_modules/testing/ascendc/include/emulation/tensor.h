@@ -125,8 +125,15 @@ inline void ReadOperand(const LocalTensor<T> &tensor, int64_t count, const char 
   RequireOperand(tensor, count, op, alignment);
   Self().Read(tensor.place(), tensor.offset(), count * sizeof(T));
 }
+// On dav-3510 vector instructions are calls of register programs: "where count or repeatTime is 0 it is not
+// guaranteed that the interface is a NOP".
+inline void RequireSome(int64_t count, const char *op) {
+  if (count == 0 && Self().launch.limits.arch == 3510)
+    Fail(std::string(op) + ": dav-3510 does not promise to do nothing for a count or a repeat of 0");
+}
 template <typename T>
 inline void WriteOperand(const LocalTensor<T> &tensor, int64_t count, const char *op, size_t alignment = 32) {
+  RequireSome(count, op);
   RequireType<T>();
   RequireOperand(tensor, count, op, alignment);
   Self().Write(tensor.place(), tensor.offset(), count * sizeof(T));

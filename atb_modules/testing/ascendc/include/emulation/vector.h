@@ -40,6 +40,7 @@ inline void Masked(const LocalTensor<T> &t, bool write, uint64_t mask, uint8_t r
   RequireType<T>();
   if (mask == 0 || mask > kPerRepeat<T>)
     Fail(std::string(op) + ": the mask must be 1 to 256 bytes of elements");
+  RequireSome(repeats, op);
   const size_t last =
       At<T>(repeats ? repeats - 1u : 0u, static_cast<uint32_t>(mask) - 1, block_stride, repeat_stride);
   RequireOperand(t, static_cast<int64_t>(repeats ? last + 1 : 0), op);
