@@ -111,12 +111,12 @@ FAULTS = {
         "reads L1 .* before the write by pipe MTE3 of core 1",
     ),
     "both vector cores write one half": (
-        "norm_matmul_direct_rows.h", "[static_cast<uint32_t>(GetSubBlockIdx()) * share * kWidth]", "[0]",
+        "norm_matmul_direct_rows.h", "[static_cast<uint32_t>(GetSubBlockIdx()) * share * kFractalWidth<T>]", "[0]",
         "overwrites L1 at byte 0 while pipe MTE3 of core 1 may still write it",
     ),
     "columns without room for the other half": (
-        "norm_matmul_direct_rows.h", "                                 static_cast<uint16_t>(share)};",
-        "                                 0};", "overwrites L1 .* while pipe MTE3 of core 1 may still write it",
+        "norm_matmul_direct_rows.h", "(share), 0, static_cast<uint16_t>(share)};", "(share), 0, 0};",
+        "overwrites L1 .* while pipe MTE3 of core 1 may still write it",
     ),
     "fractals before the rows are scaled": (
         "norm_matmul_direct_rows.h", "BinaryRepeatParams(1, 1, 1, line, line, 0));\n      PipeBarrier<PIPE_V>();",

@@ -5,6 +5,7 @@
 // hardware between these memories, and is documented as "simulated by software". That of blocks has, where
 // the kernel is compiled with ENABLE_CV_COMM_VIA_SSBUF=true.
 #pragma once
+#include "cube_tiles.h"
 #include "norm_matmul_grid.h"
 #include "softmax_rows.h"
 
@@ -86,7 +87,8 @@ private:
   }
   // Elements of the chunk in whole blocks of 32 bytes; those behind the row are zero.
   __aicore__ inline uint32_t Width(const Step &step) const {
-    return (Least(t_.chunk, t_.width - step.start) + kWidth - 1) / kWidth * kWidth;
+    return (Least(t_.chunk, t_.width - step.start) + kFractalWidth<T> - 1) / kFractalWidth<T> *
+           kFractalWidth<T>;
   }
 
   __aicore__ inline void Load(const Step &step) {
@@ -192,9 +194,10 @@ private:
     const uint16_t which = static_cast<uint16_t>(sent_ % 2);
     if (sent_ >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);
     // columns of fractals, of which this core has one half and the other core the other
-    const DataCopyParams columns{static_cast<uint16_t>(width / kWidth), static_cast<uint16_t>(share), 0,
-                                 static_cast<uint16_t>(share)};
-    DataCopy(SlotOfL1<T>(t_, which)[static_cast<uint32_t>(GetSubBlockIdx()) * share * kWidth], y, columns);
+    const DataCopyParams columns{static_cast<uint16_t>(width / kFractalWidth<T>),
+                                 static_cast<uint16_t>(share), 0, static_cast<uint16_t>(share)};
+    DataCopy(SlotOfL1<T>(t_, which)[static_cast<uint32_t>(GetSubBlockIdx()) * share * kFractalWidth<T>], y,
+             columns);
     TellCube<PIPE_MTE3>(kSlotFull + which);
     ++sent_;
     out_.FreeTensor(y);
@@ -232,7 +235,6 @@ private:
     }
   }
 
-  static constexpr uint32_t kWidth = 32 / sizeof(T); // of a fractal
   NormMatmulTiling t_;
   NormMatmulBlocks blocks_{};
   uint32_t passes_ = 1, sent_ = 0;

@@ -103,7 +103,7 @@ inline const char *TileNormMatmul(const AtbSoc &soc, const AtbCube &cube, int32_
         if (groups > 1 && wide < 64) break; // too narrow a load of the weight
         t.tile_columns = static_cast<uint32_t>(wide);
         t.column_groups = static_cast<uint32_t>(AtbMin(AtbCeil(columns, wide), groups));
-        t.row_groups = static_cast<uint32_t>(AtbMin(soc.cube_cores / groups, AtbCeil(rows, lines)));
+        t.row_groups = static_cast<uint32_t>(AtbMin(soc.cube_cores / t.column_groups, AtbCeil(rows, lines)));
         t.blocks = t.row_groups * t.column_groups;
         if (!NormMatmulFits(t, dtype, soc, cube)) continue;
         if (NormMatmulWorkspace(t, dtype) > kNormMatmulSlots) continue;
