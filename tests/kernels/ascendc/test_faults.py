@@ -83,6 +83,8 @@ DAV_3510 = {
     "rows_not_yet_computed": "V_MTE3 is missing",
     "over_another_buffer": "overwrites L1 at byte 512 while pipe MTE2 of core 0 may still write it",
     "behind_the_buffers": "a vector core writes L1 where its cube core has no buffer",
+    "between_blocks": "by address starts at a multiple of 32 bytes",
+    "past_the_end_of_l1": "by address lies past the end of its memory",
     "rows_of_fractals_in_l0a": "L0A of dav-3510 holds columns of fractals",
     "fill_of_l0a": "dav-3510 fills L1, not L0A or L0B",
     "columns_too_close": "a stride is smaller than the fractals of a column",

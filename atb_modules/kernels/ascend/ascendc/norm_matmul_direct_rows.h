@@ -11,7 +11,8 @@
 
 namespace atb {
 
-// The slots lie at the start of L1: the cube core's first buffer there.
+// The slots lie at the start of L1: the cube core's first buffer there, which vector cores, whose pipe has no
+// L1, name by its address. (The documentation has tensors by address for kernels without a pipe.)
 template <typename T> __aicore__ inline LocalTensor<T> SlotOfL1(const NormMatmulTiling &t, uint32_t which) {
   const uint32_t size = t.tile_rows * t.chunk;
   return LocalTensor<T>(TPosition::A1, static_cast<uint32_t>(which * size * sizeof(T)), size);

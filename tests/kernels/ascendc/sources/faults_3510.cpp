@@ -190,3 +190,15 @@ extern "C" __global__ __aicore__ void adds_to_no_elements(GM_ADDR a, GM_ADDR b, 
   fault.nothing = true;
   Run(a, b, c, fault);
 }
+extern "C" __global__ __aicore__ void between_blocks(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.address = 16;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void past_the_end_of_l1(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.address = 512 * 1024 - 256;
+  Run(a, b, c, fault);
+}
