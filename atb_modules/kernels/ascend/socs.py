@@ -23,7 +23,9 @@ class Soc:
         version: what CANN calls it in ``SOC_VERSION``.
         arch: of the cores, as ``--npu-arch`` of the device compiler names it.
         cube_cores, vector_cores: matrix units and vector units.
-        hbm, l2, ub, l1, l0a, l0b, l0c: bytes of device memory, its cache, and a core's buffers (0: not published).
+        hbm, l2, ub, l1, l0a, l0b, l0c: bytes of device memory, its cache, and a core's buffers (0: not published). Of
+            the 256 KiB of a 950's unified buffer the platform file gives 248; 8 are what the documentation says some
+            vector instructions over repeats take ("8KB of temporary space").
         mhz: clock.
         tera_flops: float16 products, 1e12 operations a second.
         tera_bytes: device memory, 1e12 bytes a second.

@@ -85,8 +85,13 @@ def kernel_headers(*roots: Path) -> list[Path]:
 
 
 def arch_option(text: str, arch: int) -> tuple[str, ...]:
-    """``__NPU_ARCH__`` for sources with a cube side; vector kernels are the same on every generation."""
-    return (f"-D__NPU_ARCH__={arch}",) if "_AIC_" in text else ()
+    """``__NPU_ARCH__`` for sources with a cube side; vector kernels are the same on every generation.
+
+    With what the CMake file gives to kernels of dav-3510, by which they reach L1 from the unified buffer.
+    """
+    if "_AIC_" not in text:
+        return ()
+    return (f"-D__NPU_ARCH__={arch}", *(("-DENABLE_CV_COMM_VIA_SSBUF=true",) if arch == 3510 else ()))
 
 
 def write_unit(source: Path, directory: Path) -> Path:

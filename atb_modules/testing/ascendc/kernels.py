@@ -34,6 +34,18 @@ class Cube(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("l1", "l0a", "l0b", "l0c")] + [("arch", ctypes.c_int32)]
 
 
+class RotaryAppendShape(ctypes.Structure):
+    """What the tiling of rotary and append is told of a call."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "tokens", "heads", "kv_heads", "head_dim", "value_dim", "pairs", "q_step", "k_step", "v_step", "page_size",
+            "pages",
+        )
+    ] + [(name, ctypes.c_int32) for name in ("interleaved", "slots_int64")]  # fmt: skip
+
+
 class _Soc(ctypes.Structure):
     _fields_ = [("ub", ctypes.c_int64)] + [
         (name, ctypes.c_int32) for name in ("vector_cores", "cube_cores", "bfloat16", "pads")
@@ -230,12 +242,12 @@ def rotary_append(
     """
     tokens, heads, dim = q.shape
     pages, kv_heads, page_size, _ = k_pages.shape
-    tiling = tile(
-        "rotary_append", "RotaryAppendTiling", soc, dtype=q.dtype, tokens=tokens, heads=heads, kv_heads=kv_heads,
-        head_dim=dim, value_dim=v.shape[-1], pairs=cos.shape[-1], q_step=q.stride(0), k_step=k.stride(0),
-        v_step=v.stride(0), page_size=page_size, pages=pages, interleaved=interleaved,
-        slots_int64=slots.dtype == torch.int64,
+    shape = RotaryAppendShape(
+        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=v.shape[-1], pairs=cos.shape[-1],
+        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0), page_size=page_size, pages=pages,
+        interleaved=interleaved, slots_int64=slots.dtype == torch.int64,
     )  # fmt: skip
+    tiling = tile("rotary_append", "RotaryAppendTiling", soc, dtype=q.dtype, shape=shape)
     arguments = [InOut(q), In(k), In(v), In(cos), In(sin), InOut(k_pages), InOut(v_pages), In(slots)]
     return run("rotary_append", q.dtype, arguments, tiling, soc, trace)
 

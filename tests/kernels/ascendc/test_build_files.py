@@ -17,7 +17,7 @@ from atb_modules.kernels import registry
 from atb_modules.kernels.ascend import ascendc
 from atb_modules.kernels.ascend.ascendc import autograd, load, loaded
 from atb_modules.kernels.ascend.socs import SOCS
-from atb_modules.testing.ascendc.build import kernel_entries
+from atb_modules.testing.ascendc.build import arch_option, kernel_entries
 from atb_modules.testing.ascendc.kernels import ASCENDC, RESERVED_UB
 
 #: stands for CANN's functions: one object library in place of the kernels, what it was given in a file
@@ -88,6 +88,16 @@ def test_310p_has_neither_bfloat16_nor_mixed_kernels(tmp_path, cann):
     assert "bfloat16" not in launchers and "aclrtlaunch_atb_rms_norm_half.h" in launchers
     for name in ("paged_decode", "norm_matmul", "flash_attention"):
         assert name not in launchers and name not in (build / "kernels.txt").read_text()
+
+
+def test_kernels_of_950_are_compiled_as_the_emulated_ones(tmp_path, cann):
+    code, output, build = configure(tmp_path, cann, "-DATB_SOC=Ascend950PR_9599")
+    assert code == 0, output
+    arch, *options = arch_option("KERNEL_TYPE_MIX_AIC_1_2", 3510)
+    assert arch == "-D__NPU_ARCH__=3510"  # the device compiler's own
+    assert [f"-D{word}" for word in (build / "definitions.txt").read_text().split(";")[1:]] == options
+    assert "norm_matmul_bfloat16" in (build / "atb_launchers.h").read_text()
+    assert arch_option("KERNEL_TYPE_MIX_AIC_1_2", 2201) == ("-D__NPU_ARCH__=2201",)
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,15 @@ DAV_3510 = {
     "rows_not_yet_computed": "V_MTE3 is missing",
     "over_another_buffer": "overwrites L1 at byte 512 while pipe MTE2 of core 0 may still write it",
     "behind_the_buffers": "a vector core writes L1 where its cube core has no buffer",
+    "between_blocks": "by address starts at a multiple of 32 bytes",
+    "past_the_end_of_l1": "by address lies past the end of its memory",
     "rows_of_fractals_in_l0a": "L0A of dav-3510 holds columns of fractals",
     "fill_of_l0a": "dav-3510 fills L1, not L0A or L0B",
     "columns_too_close": "a stride is smaller than the fractals of a column",
-    "rows_that_start_no_block": "rows of the unified buffer start blocks",
+    "rows_copied_as_fractals": "simulated by software: make fractals in the unified buffer",
+    "too_many_fractals_at_once": "mStep and kStep are 1 to 255",
+    "adds_to_no_elements": "does not promise to do nothing for a count or a repeat of 0",
+    "gap_between_fractals": "dstGap has no effect on dav-3510",
 }
 MIXED = {
     "mixed_without_wait": "of global memory",
@@ -159,6 +164,11 @@ def test_vector_cores_write_the_l1_of_their_cube_core():
 def test_faults_on_the_way_to_l1(kernel):
     with pytest.raises(EmulationError, match=DAV_3510[kernel]):
         straight_to_l1(kernel)
+
+
+def test_the_way_to_l1_is_asked_of_the_compiler():
+    with pytest.raises(EmulationError, match="compiled with -DENABLE_CV_COMM_VIA_SSBUF=true"):
+        launch(SOURCES / "fault_channel.cpp", "closed", [], soc="ascend950")
 
 
 def mixed(kernel, m=37, n=43, k=90, blocks=1):

@@ -86,10 +86,11 @@ def run_kernel(kernel, source):
     elif kernel == "rotary_append":
         q, kv, angles = torch.randn(48, 3, 24), torch.randn(48, 2, 24), torch.randn(48, 12)
         pages = [torch.zeros(12, 2, 4, 24) for _ in range(2)]
-        tiling = emulated.tile(
-            "rotary_append", "RotaryAppendTiling", **common, tokens=48, heads=3, kv_heads=2, head_dim=24, value_dim=24,
-            pairs=12, q_step=72, k_step=48, v_step=48, page_size=4, pages=12, interleaved=False, slots_int64=True,
+        shape = emulated.RotaryAppendShape(
+            tokens=48, heads=3, kv_heads=2, head_dim=24, value_dim=24, pairs=12, q_step=72, k_step=48, v_step=48,
+            page_size=4, pages=12, slots_int64=True,
         )  # fmt: skip
+        tiling = emulated.tile("rotary_append", "RotaryAppendTiling", **common, shape=shape)
         run([InOut(q), In(kv), In(kv.clone()), In(angles), In(angles.clone()), *map(InOut, pages),
              In(torch.arange(48))], tiling)  # fmt: skip
     else:

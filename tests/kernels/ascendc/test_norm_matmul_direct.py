@@ -89,11 +89,54 @@ FAULTS = {
         "static_cast<uint32_t>((which + 2) * size * sizeof(T))", "L1 .* while pipe MTE2 of core|MTE[12]|has no buffer",
     ),
     "rows without the missing ones": (
-        "norm_matmul_direct_rows.h", "    if (rows < share)\n", "    if (false)\n", "of UB, which nobody has written",
+        "norm_matmul_direct_rows.h", "    if (rows < share) {", "    if (false) {", "of UB, which nobody has written",
     ),
     "the end of a row is left as it is": (
         "norm_matmul_direct_rows.h", "behind, gap, 0},\n                ZerosBehind<T>(width - n));",
         "behind, gap, 0},\n                DataCopyPadExtParams<T>{});", "of UB, which nobody has written",
+    ),
+    "the second vector core is not told": (
+        "cross_core.h", "  CrossCoreSetFlag<4, pipe>(flag + 16);\n", "", "it would hang",
+    ),
+    "the second vector core is not waited for": (
+        "cross_core.h", "  CrossCoreWaitFlag<4, pipe>(flag + 16);\n", "",
+        "reads L1 .* before the write by pipe MTE3 of core 2",
+    ),
+    "both slots have one flag": (
+        "norm_matmul_direct_rows.h", "TellCube<PIPE_MTE3>(kSlotFull + which)", "TellCube<PIPE_MTE3>(kSlotFull)",
+        "it would hang",
+    ),
+    "all chunks go to one slot": (
+        "norm_matmul_direct_rows.h", "static_cast<uint16_t>(sent_ % 2)", "static_cast<uint16_t>(0)",
+        "reads L1 .* before the write by pipe MTE3 of core 1",
+    ),
+    "both vector cores write one half": (
+        "norm_matmul_direct_rows.h", "[static_cast<uint32_t>(GetSubBlockIdx()) * share * kFractalWidth<T>]", "[0]",
+        "overwrites L1 at byte 0 while pipe MTE3 of core 1 may still write it",
+    ),
+    "columns without room for the other half": (
+        "norm_matmul_direct_rows.h", "(share), 0, static_cast<uint16_t>(share)};", "(share), 0, 0};",
+        "overwrites L1 .* while pipe MTE3 of core 1 may still write it",
+    ),
+    "fractals before the rows are scaled": (
+        "norm_matmul_direct_rows.h", "BinaryRepeatParams(1, 1, 1, line, line, 0));\n      PipeBarrier<PIPE_V>();",
+        "BinaryRepeatParams(1, 1, 1, line, line, 0));", "Cast .* V_V, here PipeBarrier, is missing",
+    ),
+    "rows of fractals lie too close": (
+        "norm_matmul_direct_rows.h", "steps(static_cast<uint16_t>(share), 1, 1,",
+        "steps(static_cast<uint16_t>(share - 1), 1, 1,", "of UB, which nobody has written",
+    ),
+    "squares of the tile before": (
+        "norm_matmul_direct_rows.h", "if (step.start == 0)\n        Mul(squares", "if (false)\n        Mul(squares",
+        "MulAddDst reads byte .* of UB, which nobody has written",
+    ),
+    "rows are not loaded ahead": (
+        "norm_matmul_direct_rows.h", "InitBuffer(in_, 2, ", "InitBuffer(in_, 1, ",
+        "all buffers of the queue are in use",
+    ),
+    "a slot is given back after its first piece": (
+        "norm_matmul_direct_cube.h", "if (at + k == n && again)", "if (at == 0 && again)",
+        "L1 .* while pipe MTE1 of core 0 may still read it|reads L1 .* before the write by pipe MTE3",
     ),
     "the statistics are used too early": (
         "norm_matmul_direct_rows.h", "repeats, 1, 1, line);\n    PipeBarrier<PIPE_V>();\n", "repeats, 1, 1, line);\n",
@@ -114,9 +157,25 @@ def test_planted_faults_are_found(fault, mutants, monkeypatch):
         several_steps(width=519)
 
 
-def test_halves_in_the_wrong_place_turn_parity_red(tmp_path, monkeypatch):
-    change = ("norm_matmul_direct_rows.h", "copy.dstNzC0Stride = static_cast<uint16_t>(2 * share);",
-              "copy.dstNzC0Stride = static_cast<uint16_t>(2 * share + 16);")  # fmt: skip
-    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *change))
-    with pytest.raises((AssertionError, EmulationError)):
-        check(16, 64, 16, torch.float16, soc=SOC)
+WRONG_RESULTS = {
+    "rows of the next line": (
+        "norm_matmul_direct_rows.h", "1, 1, static_cast<uint8_t>(t_.chunk / 8));\n    for", "1, 1, 8);\n    for",
+    ),
+    "both cores have the first rows": (
+        "norm_matmul_direct_rows.h", "uint64_t(MyRow(step)) * t_.width", "uint64_t(FirstRow(step)) * t_.width",
+    ),
+    "the mean of a chunk": (
+        "norm_matmul_direct_rows.h", "1.0f / static_cast<float>(t_.width)", "1.0f / static_cast<float>(t_.chunk)",
+    ),
+    "always the first piece": (
+        "cube_tiles.h", "load.kStartPosition = at / kFractalWidth<T>;", "load.kStartPosition = 0;",
+    ),
+    "sums of the last chunk": ("norm_matmul_direct_cube.h", "step.start + at == 0", "at == 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_RESULTS)
+def test_wrong_results_turn_parity_red(fault, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "ASCENDC", mutated_sources(tmp_path, *WRONG_RESULTS[fault]))
+    with pytest.raises(AssertionError):
+        check(37, 600, 40, torch.float16, soc=SOC)

@@ -107,6 +107,7 @@ __aicore__ inline void LoadRightTransposed(const LocalTensor<T> &to, const Local
     LoadData(to[row * columns * kFractalSize<T>], from[(at / 16 * rows + row) * kFractalSize<T>], load);
 }
 
+// The operands should hold no NaN: "it may cause an execution error".
 template <typename T>
 __aicore__ inline void Multiply(const LocalTensor<float> &sums, const LocalTensor<T> &left,
                                 const LocalTensor<T> &right, uint32_t rows, uint32_t columns, uint32_t k,

@@ -7,7 +7,8 @@ namespace atb {
 
 template <typename T> class NormMatmulCube {
 public:
-  __aicore__ inline NormMatmulCube(TPipe *pipe, const NormMatmulTiling &tiling) : t_(tiling) {
+  __aicore__ inline NormMatmulCube(TPipe *pipe, const NormMatmulTiling &tiling)
+      : t_(tiling), steps_(tiling, static_cast<uint32_t>(GetBlockIdx())) {
     pipe->InitBuffer(left_, 2, t_.tile_rows * t_.chunk * sizeof(T));
     pipe->InitBuffer(right_, 2, t_.tile_columns * t_.chunk * sizeof(T));
     pipe->InitBuffer(left0_, 2, t_.tile_rows * t_.piece * sizeof(T));
@@ -17,14 +18,13 @@ public:
 
   __aicore__ inline void Process(GM_ADDR work, GM_ADDR weight, GM_ADDR out) {
     const uint32_t block = static_cast<uint32_t>(GetBlockIdx()), slot = t_.tile_rows * t_.step;
-    blocks_ = BlocksOf(t_, block);
     slots_.SetGlobalBuffer((__gm__ T *)work + uint64_t(block) * 2 * slot, 2ull * slot);
     weight_.SetGlobalBuffer((__gm__ T *)weight, uint64_t(t_.columns) * t_.width);
     out_.SetGlobalBuffer((__gm__ T *)out, uint64_t(t_.rows) * t_.columns);
-    Step now = First();
+    NormMatmulStep now = steps_.First();
     Load(now);
     while (now.live) {
-      const Step next = After(now);
+      const NormMatmulStep next = steps_.After(now);
       Load(next);
       Compute(now);
       now = next;
@@ -32,53 +32,25 @@ public:
   }
 
 private:
-  // One chunk of the width of one tile of the output; `tile` is the ordinal of its rows in this block.
-  struct Step {
-    bool live;
-    uint32_t tile, column, start;
-  };
-  __aicore__ inline Step First() const {
-    const uint32_t column = blocks_.column_group * t_.tile_columns;
-    return {blocks_.count > 0 && column < t_.columns, 0, column, 0};
-  }
-  __aicore__ inline Step After(Step step) const {
-    step.start += t_.chunk;
-    if (step.start < t_.width) return step;
-    step.start = 0;
-    step.column += t_.column_groups * t_.tile_columns;
-    if (step.column < t_.columns) return step;
-    step.column = blocks_.column_group * t_.tile_columns;
-    step.live = ++step.tile < blocks_.count;
-    return step;
-  }
-  __aicore__ inline uint32_t RowOf(const Step &step) const {
-    return (blocks_.first + step.tile * t_.row_groups) * t_.tile_rows;
-  }
-  __aicore__ inline uint32_t RowsOf(const Step &step) const {
-    return Least(t_.tile_rows, t_.rows - RowOf(step));
-  }
-  __aicore__ inline uint32_t ColumnsOf(const Step &step) const {
-    return Least(t_.tile_columns, t_.columns - step.column);
-  }
-
-  __aicore__ inline void Load(const Step &step) {
+  __aicore__ inline void Load(const NormMatmulStep &step) {
     if (!step.live) return;
-    const uint32_t n = Least(t_.chunk, t_.width - step.start);
+    const uint32_t n = steps_.Width(step);
     const uint16_t which = static_cast<uint16_t>(step.tile % 2);
     LocalTensor<T> right = right_.template AllocTensor<T>();
-    LoadFractals(right, weight_[uint64_t(step.column) * t_.width + step.start], ColumnsOf(step), n, t_.width);
+    LoadFractals(right, weight_[uint64_t(step.column) * t_.width + step.start], steps_.Columns(step), n,
+                 t_.width);
     right_.EnQue(right);
-    const bool begins = step.start == 0 && step.column == blocks_.column_group * t_.tile_columns;
+    const bool begins = step.start == 0 && step.column == steps_.First().column;
     if (begins) AwaitVectors<PIPE_MTE2>(kSlotFull + which);
     LocalTensor<T> left = left_.template AllocTensor<T>();
-    LoadFractals(left, slots_[which * t_.tile_rows * t_.step + step.start], RowsOf(step), n, t_.step);
+    LoadFractals(left, slots_[which * t_.tile_rows * t_.step + step.start], steps_.Rows(step), n, t_.step);
     left_.EnQue(left);
-    const bool ends = After(step).tile != step.tile;
-    if (ends && step.tile + 2 < blocks_.count) TellVectors<PIPE_MTE2>(kSlotFree + which);
+    const bool ends = steps_.After(step).tile != step.tile;
+    if (ends && step.tile + 2 < steps_.Tiles()) TellVectors<PIPE_MTE2>(kSlotFree + which);
   }
 
-  __aicore__ inline void Compute(const Step &step) {
-    const uint32_t n = Least(t_.chunk, t_.width - step.start), rows = RowsOf(step), columns = ColumnsOf(step);
+  __aicore__ inline void Compute(const NormMatmulStep &step) {
+    const uint32_t n = steps_.Width(step), rows = steps_.Rows(step), columns = steps_.Columns(step);
     LocalTensor<T> left = left_.template DeQue<T>(), right = right_.template DeQue<T>();
     if (step.start == 0) sum_ = sums_.template AllocTensor<float>();
     for (uint32_t at = 0; at < n; at += t_.piece) {
@@ -99,12 +71,12 @@ private:
     if (step.start + n < t_.width) return;
     sums_.EnQue(sum_);
     sum_ = sums_.template DeQue<float>();
-    StoreSums(out_[uint64_t(RowOf(step)) * t_.columns + step.column], sum_, rows, columns, t_.columns);
+    StoreSums(out_[uint64_t(steps_.Row(step)) * t_.columns + step.column], sum_, rows, columns, t_.columns);
     sums_.FreeTensor(sum_);
   }
 
   NormMatmulTiling t_;
-  NormMatmulBlocks blocks_{};
+  NormMatmulSteps steps_;
   TQue<TPosition::A1, 2> left_;
   TQue<TPosition::B1, 2> right_;
   TQue<TPosition::A2, 2> left0_;

@@ -3,13 +3,13 @@
 #pragma once
 #include "cube_tiles.h"
 #include "norm_matmul_grid.h"
-#include "rows.h"
 
 namespace atb {
 
 template <typename T> class NormMatmulDirectCube {
 public:
-  __aicore__ inline NormMatmulDirectCube(TPipe *pipe, const NormMatmulTiling &tiling) : t_(tiling) {
+  __aicore__ inline NormMatmulDirectCube(TPipe *pipe, const NormMatmulTiling &tiling)
+      : t_(tiling), steps_(tiling, static_cast<uint32_t>(GetBlockIdx())) {
     pipe->InitBuffer(slots_, 2 * t_.tile_rows * t_.chunk * sizeof(T)); // first: vector cores count on byte 0
     pipe->InitBuffer(right_, 2, t_.tile_columns * t_.chunk * sizeof(T));
     pipe->InitBuffer(left0_, 2, t_.tile_rows * t_.piece * sizeof(T));
@@ -18,53 +18,30 @@ public:
   }
 
   __aicore__ inline void Process(GM_ADDR weight, GM_ADDR out) {
-    blocks_ = BlocksOf(t_, static_cast<uint32_t>(GetBlockIdx()));
     weight_.SetGlobalBuffer((__gm__ T *)weight, uint64_t(t_.columns) * t_.width);
     out_.SetGlobalBuffer((__gm__ T *)out, uint64_t(t_.rows) * t_.columns);
-    const uint32_t column = blocks_.column_group * t_.tile_columns;
-    Step now{blocks_.count > 0 && column < t_.columns, 0, column, 0};
+    NormMatmulStep now = steps_.First();
     Load(now);
     while (now.live) {
-      const Step next = After(now);
+      const NormMatmulStep next = steps_.After(now);
       Load(next);
-      Compute(now, After(next).live && next.live);
+      Compute(now, steps_.After(next).live && next.live);
       now = next;
     }
   }
 
 private:
-  // One chunk of the width of one tile of the output; `tile` is the ordinal of its rows in this block.
-  struct Step {
-    bool live;
-    uint32_t tile, column, start;
-  };
-  __aicore__ inline Step After(Step step) const {
-    step.start += t_.chunk;
-    if (step.start < t_.width) return step;
-    step.start = 0;
-    step.column += t_.column_groups * t_.tile_columns;
-    if (step.column < t_.columns) return step;
-    step.column = blocks_.column_group * t_.tile_columns;
-    step.live = ++step.tile < blocks_.count;
-    return step;
-  }
-  __aicore__ inline uint32_t ColumnsOf(const Step &step) const {
-    return Least(t_.tile_columns, t_.columns - step.column);
-  }
-
-  __aicore__ inline void Load(const Step &step) {
+  __aicore__ inline void Load(const NormMatmulStep &step) {
     if (!step.live) return;
     LocalTensor<T> right = right_.template AllocTensor<T>();
-    LoadFractals(right, weight_[uint64_t(step.column) * t_.width + step.start], ColumnsOf(step),
-                 Least(t_.chunk, t_.width - step.start), t_.width);
+    LoadFractals(right, weight_[uint64_t(step.column) * t_.width + step.start], steps_.Columns(step),
+                 steps_.Width(step), t_.width);
     right_.EnQue(right);
   }
 
   // `again`: another chunk will be written into the slot that this one leaves.
-  __aicore__ inline void Compute(const Step &step, bool again) {
-    const uint32_t row = (blocks_.first + step.tile * t_.row_groups) * t_.tile_rows;
-    const uint32_t rows = Least(t_.tile_rows, t_.rows - row), columns = ColumnsOf(step);
-    const uint32_t n = Least(t_.chunk, t_.width - step.start);
+  __aicore__ inline void Compute(const NormMatmulStep &step, bool again) {
+    const uint32_t rows = steps_.Rows(step), columns = steps_.Columns(step), n = steps_.Width(step);
     const uint16_t which = static_cast<uint16_t>(taken_++ % 2);
     const LocalTensor<T> left = slots_.template Get<T>()[which * t_.tile_rows * t_.chunk];
     LocalTensor<T> right = right_.template DeQue<T>();
@@ -88,12 +65,12 @@ private:
     if (step.start + n < t_.width) return;
     sums_.EnQue(sum_);
     sum_ = sums_.template DeQue<float>();
-    StoreSums(out_[uint64_t(row) * t_.columns + step.column], sum_, rows, columns, t_.columns);
+    StoreSums(out_[uint64_t(steps_.Row(step)) * t_.columns + step.column], sum_, rows, columns, t_.columns);
     sums_.FreeTensor(sum_);
   }
 
   NormMatmulTiling t_;
-  NormMatmulBlocks blocks_{};
+  NormMatmulSteps steps_;
   uint32_t taken_ = 0;
   TBuf<TPosition::A1> slots_;
   TQue<TPosition::B1, 2> right_;

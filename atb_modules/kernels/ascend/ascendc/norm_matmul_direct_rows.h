@@ -1,12 +1,18 @@
 // The vector side of RMSNorm + product where vector cores reach L1 (dav-3510): chunks of normalised rows,
 // written as fractals straight into two slots of the L1 of the cube core.
+//
+// They become fractals as they are narrowed: the copy of rows as fractals (DataCopy with Nd2NzParams) has no
+// hardware between these memories, and is documented as "simulated by software". That of blocks has, where
+// the kernel is compiled with ENABLE_CV_COMM_VIA_SSBUF=true.
 #pragma once
+#include "cube_tiles.h"
 #include "norm_matmul_grid.h"
 #include "softmax_rows.h"
 
 namespace atb {
 
-// The slots lie at the start of L1: the cube core's first buffer there.
+// The slots lie at the start of L1: the cube core's first buffer there, which vector cores, whose pipe has no
+// L1, name by its address. (The documentation has tensors by address for kernels without a pipe.)
 template <typename T> __aicore__ inline LocalTensor<T> SlotOfL1(const NormMatmulTiling &t, uint32_t which) {
   const uint32_t size = t.tile_rows * t.chunk;
   return LocalTensor<T>(TPosition::A1, static_cast<uint32_t>(which * size * sizeof(T)), size);
@@ -82,8 +88,8 @@ private:
   }
   // Elements of the chunk in whole blocks of 32 bytes; those behind the row are zero.
   __aicore__ inline uint32_t Width(const Step &step) const {
-    const uint32_t n = Least(t_.chunk, t_.width - step.start), each = 32 / sizeof(T);
-    return (n + each - 1) / each * each;
+    return (Least(t_.chunk, t_.width - step.start) + kFractalWidth<T> - 1) / kFractalWidth<T> *
+           kFractalWidth<T>;
   }
 
   __aicore__ inline void Load(const Step &step) {
@@ -163,7 +169,7 @@ private:
     PipeBarrier<PIPE_V>();
   }
 
-  // wide * rstd * (weight_offset + weight), into the next slot of L1.
+  // A chunk of normalised rows, into the next slot of L1.
   __aicore__ inline void Send(const Step &step) {
     const uint32_t rows = Valid(step), share = Share(step), width = Width(step);
     LocalTensor<float> weight;
@@ -179,36 +185,48 @@ private:
     }
     LocalTensor<T> y = out_.template AllocTensor<T>();
     if (rows > 0) Scale(y, weight, rows, width);
-    if (rows < share)
-      Duplicate(y[rows * t_.chunk], static_cast<T>(0.0f), static_cast<int32_t>((share - rows) * t_.chunk));
+    if (rows < share) { // x has no such rows
+      Duplicate(y, static_cast<T>(0.0f), static_cast<int32_t>(share * width));
+      PipeBarrier<PIPE_V>();
+    }
+    if (rows > 0) NarrowToFractals(y, rows, share, width);
     out_.EnQue(y);
     y = out_.template DeQue<T>();
     const uint16_t which = static_cast<uint16_t>(sent_ % 2);
     if (sent_ >= 2) AwaitCube<PIPE_MTE3>(kSlotFree + which);
-    Nd2NzParams copy;
-    copy.ndNum = 1;
-    copy.nValue = static_cast<uint16_t>(share);
-    copy.dValue = static_cast<uint16_t>(width);
-    copy.srcNdMatrixStride = 0;
-    copy.srcDValue = static_cast<uint16_t>(t_.chunk);
-    copy.dstNzC0Stride = static_cast<uint16_t>(2 * share);
-    copy.dstNzNStride = 1;
-    copy.dstNzMatrixStride = 0;
-    DataCopy(SlotOfL1<T>(t_, which)[static_cast<uint32_t>(GetSubBlockIdx()) * share * (32 / sizeof(T))], y,
-             copy);
+    // columns of fractals, of which this core has one half and the other core the other
+    const DataCopyParams columns{static_cast<uint16_t>(width / kFractalWidth<T>),
+                                 static_cast<uint16_t>(share), 0, static_cast<uint16_t>(share)};
+    DataCopy(SlotOfL1<T>(t_, which)[static_cast<uint32_t>(GetSubBlockIdx()) * share * kFractalWidth<T>], y,
+             columns);
     TellCube<PIPE_MTE3>(kSlotFull + which);
     ++sent_;
     out_.FreeTensor(y);
   }
-  __aicore__ inline void Scale(const LocalTensor<T> &y, const LocalTensor<float> &weight, uint32_t rows,
+  // The rows of the chunk to columns of fractals: `share` pieces of 32 bytes of a column follow each other.
+  __aicore__ inline void NarrowToFractals(const LocalTensor<T> &to, uint32_t rows, uint32_t share,
+                                          uint32_t width) {
+    const LocalTensor<float> wide = wide_.Get<float>();
+    const uint8_t repeats = static_cast<uint8_t>(rows);
+    const UnaryRepeatParams steps(static_cast<uint16_t>(share), 1, 1, static_cast<uint8_t>(t_.chunk / 8));
+    for (uint32_t start = 0; start < width; start += 64) {
+      if constexpr (sizeof(T) == 4)
+        Muls(to[start * share], wide[start], 1.0f, Least(64, width - start), repeats, steps);
+      else
+        Cast(to[start * share], wide[start], RoundMode::CAST_RINT, Least(64, width - start), repeats, steps);
+    }
+    PipeBarrier<PIPE_V>();
+  }
+  // wide * rstd * (weight_offset + weight); `scratch` for a chunk of rows.
+  __aicore__ inline void Scale(const LocalTensor<T> &scratch, const LocalTensor<float> &weight, uint32_t rows,
                                uint32_t width) {
     const LocalTensor<float> wide = WideChunk(rows, width);
     TimesRows(wide, factors_.Get<float>(), rows, width, t_.chunk);
     PipeBarrier<PIPE_V>();
     if (t_.has_weight) {
       if (t_.cast_first && sizeof(T) == 2) {
-        NarrowRows(y, wide, rows, width);
-        WidenRows(wide, y, rows, width);
+        NarrowRows(scratch, wide, rows, width);
+        WidenRows(wide, scratch, rows, width);
       }
       const uint8_t line = static_cast<uint8_t>(t_.chunk / 8);
       for (uint32_t start = 0; start < width; start += 64)
@@ -216,7 +234,6 @@ private:
             BinaryRepeatParams(1, 1, 1, line, line, 0));
       PipeBarrier<PIPE_V>();
     }
-    NarrowRows(y, wide, rows, width);
   }
 
   NormMatmulTiling t_;

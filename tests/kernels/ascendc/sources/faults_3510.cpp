@@ -6,8 +6,8 @@ using namespace AscendC;
 // c (16, 16) = (a + 1) b^T: the vector cores write eight rows of the left operand each.
 struct Fault {
   bool waits = true, for_one = false, hands_over = true, ahead = false, v1 = false, fills_l0a = false,
-       close = false;
-  uint32_t address = 0, step = 16;
+       close = false, as_fractals = false, nothing = false;
+  uint32_t address = 0, gap = 0, m = 1;
 };
 
 struct Vectors {
@@ -34,12 +34,13 @@ struct Vectors {
     out_.EnQue(sum);
     if (fault.hands_over) sum = out_.DeQue<half>();
     const LocalTensor<half> l1(TPosition::A1, fault.address, 256);
-    const Nd2NzParams copy{1, 8, 16, 0, static_cast<uint16_t>(fault.step), 16, 1, 0};
-    DataCopy(l1[mine], sum, copy);
+    if (fault.as_fractals) DataCopy(l1[mine], sum, Nd2NzParams{1, 8, 16, 0, 16, 16, 1, 0});
+    if (fault.nothing) Adds(sum, sum, half(0.0f), 0);
+    DataCopy(l1[mine], sum, 128); // rows of half of a fractal
     if (fault.ahead) {
       CrossCoreSetFlag<4, PIPE_MTE3>(0);
       PipeBarrier<PIPE_MTE3>();
-      DataCopy(l1[mine], sum, copy);
+      DataCopy(l1[mine], sum, DataCopyParams{1, 8, 0, 0});
     }
     if (fault.hands_over) out_.FreeTensor(sum);
     CrossCoreSetFlag<4, PIPE_MTE3>(0);
@@ -75,7 +76,8 @@ struct Cube {
     if (fault.waits && !fault.for_one) CrossCoreWaitFlag<4, PIPE_MTE1>(16);
     if (fault.v1) LoadData(a2, a1, LoadData2DParams{0, 1, 1, 0, 0, false, 0});
     LoadData2DParamsV2 load;
-    load.mStep = load.kStep = 1;
+    load.mStep = static_cast<uint16_t>(fault.m);
+    load.kStep = 1;
     load.srcStride = fault.close ? 0 : 1;
     load.dstStride = 1;
     LoadData(a2, a1, load);
@@ -83,7 +85,7 @@ struct Cube {
       CrossCoreWaitFlag<4, PIPE_MTE1>(0);
       CrossCoreWaitFlag<4, PIPE_MTE1>(16);
     }
-    LoadData(b2, b1, LoadData2DParams{0, 1, 1, 0, 0, false, 0});
+    LoadData(b2, b1, LoadData2DParams{0, 1, 1, 0, static_cast<uint16_t>(fault.gap), false, 0});
     SetFlag<HardEvent::MTE1_M>(EVENT_ID0);
     WaitFlag<HardEvent::MTE1_M>(EVENT_ID0);
     MmadParams product;
@@ -164,9 +166,39 @@ extern "C" __global__ __aicore__ void columns_too_close(GM_ADDR a, GM_ADDR b, GM
   fault.close = true;
   Run(a, b, c, fault);
 }
-extern "C" __global__ __aicore__ void rows_that_start_no_block(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+extern "C" __global__ __aicore__ void rows_copied_as_fractals(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
   Fault fault;
-  fault.step = 17;
+  fault.as_fractals = true;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void too_many_fractals_at_once(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.m = 256;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void gap_between_fractals(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.gap = 1;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void adds_to_no_elements(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.nothing = true;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void between_blocks(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.address = 16;
+  Run(a, b, c, fault);
+}
+extern "C" __global__ __aicore__ void past_the_end_of_l1(GM_ADDR a, GM_ADDR b, GM_ADDR c) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+  Fault fault;
+  fault.address = 512 * 1024 - 256;
   Run(a, b, c, fault);
 }

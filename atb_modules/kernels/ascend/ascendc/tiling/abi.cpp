@@ -37,15 +37,9 @@ const char *atb_tile_gated(const AtbSoc *soc, int32_t dtype, int64_t rows, int64
                            int64_t up_step, int64_t kind, GatedTiling *out) {
   return TileGated(*soc, dtype, rows, width, gate_step, up_step, static_cast<int32_t>(kind), out);
 }
-const char *atb_tile_rotary_append(const AtbSoc *soc, int32_t dtype, int64_t tokens, int64_t heads,
-                                   int64_t kv_heads, int64_t head_dim, int64_t value_dim, int64_t pairs,
-                                   int64_t q_step, int64_t k_step, int64_t v_step, int64_t page_size,
-                                   int64_t pages, int32_t interleaved, int32_t slots_int64,
+const char *atb_tile_rotary_append(const AtbSoc *soc, int32_t dtype, const RotaryAppendShape *shape,
                                    RotaryAppendTiling *out) {
-  return TileRotaryAppend(*soc, dtype,
-                          {tokens, heads, kv_heads, head_dim, value_dim, pairs, q_step, k_step, v_step,
-                           page_size, pages, interleaved, slots_int64},
-                          out);
+  return TileRotaryAppend(*soc, dtype, *shape, out);
 }
 const char *atb_tile_lse_merge(const AtbSoc *soc, int32_t dtype, int64_t parts, int64_t rows, int64_t width,
                                LseMergeTiling *out) {

@@ -49,20 +49,27 @@ constexpr int64_t kNormMatmulSlots = 48ll << 20;
 inline int64_t AtbCeil(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
-// Cycles of a block of the grid, roughly: what the cube cores multiply, what they load and what the vector
-// cores normalise run beside each other, and the first rows are waited for. Straight to L1, a tile of rows is
-// read once for its statistics and scaled once for each of its tiles of columns.
+// Cycles of a block of the grid, roughly: what its cube core multiplies, what its cores load by way of L2 and
+// what its vector cores normalise run beside each other, and the first rows are waited for. A tile of columns
+// comes with its rows: through the workspace the cube core loads them, straight to L1 the vector cores read
+// them again and scale them, after a first pass for their statistics.
 inline int64_t NormMatmulCycles(const NormMatmulTiling &t, int32_t dtype) {
   const int64_t e = AtbElement(dtype), half = AtbCeil(t.tile_rows, 2) * t.width;
   const int64_t steps = AtbCeil(AtbCeil(t.rows, t.tile_rows), t.row_groups);
   const int64_t tiles = AtbCeil(AtbCeil(t.columns, t.tile_columns), t.column_groups);
   const int64_t cube = tiles * t.tile_rows * t.tile_columns * t.width / 4096 * (e == 4 ? 4 : 1);
+  const int64_t load = tiles * (t.tile_rows + t.tile_columns) * t.width * e / 48;
   if (t.to_l1) {
-    const int64_t load = tiles * t.tile_columns * t.width * e / 48, scale = tiles * half / 16;
-    return steps * (half / 16 + AtbMax(AtbMax(cube, load), scale));
+    const int64_t measure = AtbMax(half / 16, t.tile_rows * t.width * e / 48), scale = tiles * half / 16;
+    return steps * (measure + AtbMax(AtbMax(cube, load), scale));
   }
-  const int64_t load = tiles * (t.tile_rows + t.tile_columns) * t.width * e / 48, vector = half / 8;
+  const int64_t vector = half / 8;
   return vector + steps * AtbMax(AtbMax(cube, load), vector);
+}
+// Columns of a tile for a group of the grid: tiles of one size, at most `most`, as few as its columns take.
+inline int64_t NormMatmulColumns(int64_t columns, int64_t groups, int64_t most) {
+  const int64_t share = AtbCeil(columns, groups);
+  return AtbRoundUp(AtbCeil(share, AtbCeil(share, most)), 16);
 }
 
 inline const char *TileNormMatmul(const AtbSoc &soc, const AtbCube &cube, int32_t dtype, int64_t rows,
@@ -87,17 +94,18 @@ inline const char *TileNormMatmul(const AtbSoc &soc, const AtbCube &cube, int32_
   t.chunk = static_cast<uint32_t>(512 / e);
   if (!t.to_l1 && NormMatmulUb(t, dtype) > soc.ub) return "a row does not fit the unified buffer";
   int64_t least = -1;
-  for (int64_t wide = t.to_l1 ? 256 : 128; wide >= 128; wide /= 2) { // of equal ones, that which reads less
-    t.tile_columns = static_cast<uint32_t>(AtbMin(AtbRoundUp(columns, 16), wide));
-    t.piece = static_cast<uint32_t>((wide == 128 ? 256 : 128) / e); // L0B
+  for (int64_t most = 256; most >= 128; most /= 2) {                // of equal ones, that which reads less
+    t.piece = static_cast<uint32_t>((most == 128 ? 256 : 128) / e); // L0B
     for (uint32_t lines = 16; lines <= 128 && (lines == 16 || lines < 2 * rows); lines *= 2) {
       t.tile_rows = lines;
-      if (!NormMatmulFits(t, dtype, soc, cube)) break;
-      const int64_t most = AtbMin(AtbCeil(columns, t.tile_columns), soc.cube_cores);
-      for (int64_t groups = 1; groups <= most; ++groups) {
-        t.column_groups = static_cast<uint32_t>(groups);
-        t.row_groups = static_cast<uint32_t>(AtbMin(soc.cube_cores / groups, AtbCeil(rows, lines)));
+      for (int64_t groups = 1; groups <= soc.cube_cores; ++groups) {
+        const int64_t wide = NormMatmulColumns(columns, groups, most);
+        if (groups > 1 && wide < 64) break; // too narrow a load of the weight
+        t.tile_columns = static_cast<uint32_t>(wide);
+        t.column_groups = static_cast<uint32_t>(AtbMin(AtbCeil(columns, wide), groups));
+        t.row_groups = static_cast<uint32_t>(AtbMin(soc.cube_cores / t.column_groups, AtbCeil(rows, lines)));
         t.blocks = t.row_groups * t.column_groups;
+        if (!NormMatmulFits(t, dtype, soc, cube)) continue;
         if (NormMatmulWorkspace(t, dtype) > kNormMatmulSlots) continue;
         const int64_t cycles = NormMatmulCycles(t, dtype);
         if (least >= 0 && cycles >= least) continue;

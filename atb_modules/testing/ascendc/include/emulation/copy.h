@@ -173,11 +173,13 @@ inline void DataCopyPad(const GlobalTensor<T> &to, const LocalTensor<T> &from, c
                      emulation::RoundUp32(p.blockLen) + p.srcStride * 32ul);
 }
 
-// Inside the unified buffer: an instruction of the vector pipe.
+// Inside the unified buffer: an instruction of the vector pipe. To L1: one run of blocks (cube_3510.h).
 template <typename T>
 inline void DataCopy(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t count) {
   using namespace emulation;
   RequireBlocks(count * sizeof(T), "DataCopy");
+  if (to.place() == L1)
+    return DataCopy(to, from, DataCopyParams{1, static_cast<uint16_t>(count * sizeof(T) / 32), 0, 0});
   Require(to.place() == UB && from.place() == UB,
           "the emulation copies between local tensors of the unified buffer");
   Self().Begin(V, "DataCopy");

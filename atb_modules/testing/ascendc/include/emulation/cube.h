@@ -39,49 +39,44 @@ inline void RequireCube(const char *op) {
 }
 constexpr size_t kFractal = 512;
 
-// A row-major matrix to fractals of L1; `row_at` gives the elements of row r of matrix m, having read them.
-template <typename T, typename RowAt>
-inline void CopyToFractals(const LocalTensor<T> &to, const Nd2NzParams &p, const RowAt &row_at) {
+} // namespace emulation
+
+// From global memory to fractals of L1.
+template <typename T>
+inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
+  using namespace emulation;
   constexpr size_t c0 = kPerBlock<T>;
+  RequireCube("DataCopy to fractals");
+  RequireType<T>();
   Require(to.place() == L1, "DataCopy to fractals writes L1");
+  Require(p.ndNum > 0 && p.ndNum <= 4095, "DataCopy to fractals: ndNum is at most 4095 (0 copies nothing)");
   Require(p.nValue > 0 && p.dValue > 0 && p.nValue <= 16384,
           "DataCopy to fractals: nValue is 1 to 16384, dValue not 0");
   Require(p.srcDValue >= p.dValue,
           "DataCopy to fractals: srcDValue is the row length of the source, at least dValue");
+  Require(p.dstNzC0Stride >= 1 && p.dstNzC0Stride <= 16384 && p.dstNzNStride >= 1 && p.dstNzNStride <= 16384,
+          "DataCopy to fractals: dstNzC0Stride and dstNzNStride are 1 to 16384");
   Require(p.dstNzC0Stride >= p.nValue * p.dstNzNStride || p.dValue <= c0,
           "DataCopy to fractals: dstNzC0Stride is smaller than the rows of a column");
-  RequireType<T>();
   auto &core = Self();
+  core.Begin(MTE2, "DataCopy");
   const size_t columns = (p.dValue + c0 - 1) / c0;
   for (size_t matrix = 0; matrix < p.ndNum; ++matrix)
     for (size_t row = 0; row < p.nValue; ++row) {
-      const T *source = row_at(matrix * p.srcNdMatrixStride + row * p.srcDValue);
+      const auto source = from[matrix * p.srcNdMatrixStride + row * p.srcDValue];
+      source.Check(p.dValue);
+      core.ReadGlobal(source.Raw(), p.dValue * sizeof(T), source.region());
       for (size_t column = 0; column < columns; ++column) {
         const size_t at =
             matrix * p.dstNzMatrixStride + column * p.dstNzC0Stride * c0 + row * p.dstNzNStride * c0;
         const size_t n = std::min<size_t>(c0, p.dValue - column * c0);
         RequireOperand(to, static_cast<int64_t>(at + c0), "DataCopy to fractals");
         core.Write(to.place(), to.offset() + at * sizeof(T), 32);
-        std::copy(source + column * c0, source + column * c0 + n, to.Raw() + at);
+        std::copy(source.Raw() + column * c0, source.Raw() + column * c0 + n, to.Raw() + at);
         std::fill(to.Raw() + at + n, to.Raw() + at + c0, T{}); // the rest of a row of a fractal becomes 0
       }
     }
   core.Note(L1, to.offset(), size_t{p.ndNum} * p.nValue * p.dValue * sizeof(T));
-}
-
-} // namespace emulation
-
-template <typename T>
-inline void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
-  using namespace emulation;
-  RequireCube("DataCopy to fractals");
-  Self().Begin(MTE2, "DataCopy");
-  CopyToFractals(to, p, [&](size_t at) {
-    const auto source = from[at];
-    source.Check(p.dValue);
-    Self().ReadGlobal(source.Raw(), p.dValue * sizeof(T), source.region());
-    return static_cast<const T *>(source.Raw());
-  });
 }
 
 // Zeros for rows of fractals that no copy fills.
@@ -96,6 +91,8 @@ template <typename T> inline void Fill(const LocalTensor<T> &to, const InitConst
   using namespace emulation;
   RequireCube("Fill");
   Require(to.place() == L1 || Self().launch.limits.arch == 2201, "dav-3510 fills L1, not L0A or L0B");
+  Require(p.repeatTimes <= 32767 && p.blockNum <= 32767 && p.dstGap <= 32767,
+          "Fill: repeatTimes, blockNum and dstGap are at most 32767");
   const size_t unit = to.place() == L1 ? 32 : kFractal;
   auto &core = Self();
   core.Begin(to.place() == L1 ? MTE2 : MTE1, "Fill");
@@ -120,8 +117,10 @@ inline void LoadData(const LocalTensor<T> &to, const LocalTensor<T> &from, const
   RequireCube("LoadData");
   Require(from.place() == L1 && (to.place() == L0A || to.place() == L0B),
           "LoadData moves from L1 to L0A or L0B");
+  // Mmad reads L0A of dav-3510 by columns of fractals ("Nz"), of dav-2201 by rows of them ("Zz").
   Require(to.place() == L0B || Self().launch.limits.arch == 2201,
-          "L0A of dav-3510 holds columns of fractals: LoadData with LoadData2DParamsV2 fills it");
+          "L0A of dav-3510 holds columns of fractals: the emulation fills it by LoadData2DParamsV2 alone");
+  Require(p.dstGap == 0 || Self().launch.limits.arch == 2201, "LoadData: dstGap has no effect on dav-3510");
   Require(!p.ifTranspose || sizeof(T) == 2, "LoadData transposes fractals of 16-bit elements alone");
   auto &core = Self();
   core.Begin(MTE1, "LoadData");

@@ -49,6 +49,7 @@ inline void Fixpipe(const GlobalTensor<T> &to, const LocalTensor<U> &from, const
           "Fixpipe: quantPre does not fit the type (half F322F16, bfloat16_t F322BF16, float NoQuant)");
   Require(p.ndNum == 1 && !p.isChannelSplit, "the emulated Fixpipe writes one matrix without channel split");
   Require(p.nSize > 0 && p.mSize > 0 && p.dstStride >= p.nSize, "Fixpipe: dstStride is smaller than a row");
+  Require(p.nSize <= 4095 && p.mSize <= 8192, "Fixpipe to rows: nSize is at most 4095, mSize at most 8192");
   Require(p.srcStride >= p.mSize && p.srcStride % 16 == 0,
           "Fixpipe: srcStride is the rows of L0C, a multiple of 16");
   auto &core = Self();

@@ -11,9 +11,14 @@ public:
   LocalTensor() = default;
   LocalTensor(emulation::Place place, size_t offset, uint32_t size, TPosition position)
       : place_(place), position_(position), size_(size), offset_(offset) {}
-  // `size` elements at a byte of the memory behind a position, without a pipe.
+  // `size` elements at a byte of the memory behind a position, without a pipe: "the start is aligned to 32
+  // bytes", and start and length "do not exceed the memory".
   LocalTensor(TPosition position, uint32_t address, uint32_t size)
-      : place_(emulation::PlaceOf(position)), position_(position), size_(size), offset_(address) {}
+      : place_(emulation::PlaceOf(position)), position_(position), size_(size), offset_(address) {
+    emulation::Require(address % 32 == 0, "a LocalTensor by address starts at a multiple of 32 bytes");
+    emulation::Require(address + size * sizeof(T) <= emulation::Self().At(place_).capacity,
+                       "a LocalTensor by address lies past the end of its memory");
+  }
 
   uint32_t GetSize() const { return size_; }
   uint32_t GetLength() const { return size_ * sizeof(T); }
@@ -125,8 +130,15 @@ inline void ReadOperand(const LocalTensor<T> &tensor, int64_t count, const char 
   RequireOperand(tensor, count, op, alignment);
   Self().Read(tensor.place(), tensor.offset(), count * sizeof(T));
 }
+// On dav-3510 vector instructions are calls of register programs: "where count or repeatTime is 0 it is not
+// guaranteed that the interface is a NOP".
+inline void RequireSome(int64_t count, const char *op) {
+  if (count == 0 && Self().launch.limits.arch == 3510)
+    Fail(std::string(op) + ": dav-3510 does not promise to do nothing for a count or a repeat of 0");
+}
 template <typename T>
 inline void WriteOperand(const LocalTensor<T> &tensor, int64_t count, const char *op, size_t alignment = 32) {
+  RequireSome(count, op);
   RequireType<T>();
   RequireOperand(tensor, count, op, alignment);
   Self().Write(tensor.place(), tensor.offset(), count * sizeof(T));

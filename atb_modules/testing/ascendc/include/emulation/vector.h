@@ -40,6 +40,7 @@ inline void Masked(const LocalTensor<T> &t, bool write, uint64_t mask, uint8_t r
   RequireType<T>();
   if (mask == 0 || mask > kPerRepeat<T>)
     Fail(std::string(op) + ": the mask must be 1 to 256 bytes of elements");
+  RequireSome(repeats, op);
   const size_t last =
       At<T>(repeats ? repeats - 1u : 0u, static_cast<uint32_t>(mask) - 1, block_stride, repeat_stride);
   RequireOperand(t, static_cast<int64_t>(repeats ? last + 1 : 0), op);
@@ -291,6 +292,26 @@ inline void Cast(const LocalTensor<D> &dst, const LocalTensor<S> &src, const Rou
     else
       dst.Raw()[i] = static_cast<D>(ToFloat(src.Raw()[i]));
   }
+}
+
+// Over repeats with a mask, which counts elements of the wider of the two types; steps in blocks of 32 bytes.
+template <typename D, typename S>
+inline void Cast(const LocalTensor<D> &dst, const LocalTensor<S> &src, const RoundMode &mode,
+                 const uint64_t mask, const uint8_t repeats, const UnaryRepeatParams &p) {
+  static_assert(emulation::kCasts<D, S>(), "Cast has no form between these two types");
+  static_assert(!std::is_integral_v<D> && !std::is_same_v<D, S>,
+                "the emulated Cast over repeats takes two floating types");
+  using namespace emulation;
+  Self().Begin(V, "Cast");
+  Require(sizeof(D) < sizeof(S) ? mode == RoundMode::CAST_RINT : mode == RoundMode::CAST_NONE,
+          "Cast over repeats: CAST_RINT to a narrower type, CAST_NONE to a wider one");
+  Require(mask <= 64, "Cast over repeats: the mask is at most 64, the wider elements of 256 bytes");
+  Masked(src, false, mask, repeats, p.srcBlkStride, p.srcRepStride, "Cast");
+  Masked(dst, true, mask, repeats, p.dstBlkStride, p.dstRepStride, "Cast");
+  for (uint32_t r = 0; r < repeats; ++r)
+    for (uint32_t lane = 0; lane < mask; ++lane)
+      dst.Raw()[At<D>(r, lane, p.dstBlkStride, p.dstRepStride)] =
+          static_cast<D>(ToFloat(src.Raw()[At<S>(r, lane, p.srcBlkStride, p.srcRepStride)]));
 }
 
 } // namespace AscendC
