@@ -15,8 +15,8 @@ from atb_modules.testing.build_cache import cached_build, compiler_version
 ROOT = Path(__file__).parent
 INCLUDE, SOURCES = ROOT / "include", ROOT / "src"
 COMPILER = "g++"
-#: No contraction of products and sums: an instruction of the vector unit rounds on its own. A source is compiled about as
-#: often as it is run, for which -O1 is the shorter way.
+#: No contraction of products and sums: an instruction of the vector unit rounds on its own. -O1: most sources are run
+#: about as often as they are compiled.
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-pthread")
 
 _ENTRY = re.compile(r"__global__\s+__aicore__\s+void\s+(\w+)\s*\(")
