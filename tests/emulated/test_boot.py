@@ -80,6 +80,19 @@ def test_a_wheel_that_does_not_import_is_a_boot_error(tmp_path, booted_npu):
     assert done.returncode and "does not import on the stubs: libnothing.so: cannot open" in done.stderr
 
 
+def test_files_of_the_current_directory_are_left_alone(tmp_path, booted_npu):
+    """torch_npu walks it for CANN's version where ASCEND_HOME_PATH is not set; the wheel may be named from it, too."""
+    (tmp_path / "ascend_other_install.info").write_bytes(b"\xeb\xff")
+    (tmp_path / "wheel").symlink_to(booted_npu.directory)
+    code = (
+        f"import os; os.chdir({str(tmp_path)!r}); from atb_modules.testing.npu import boot; what = boot()\n"
+        f"assert os.getcwd() == {str(tmp_path)!r}; import torch_npu.utils.serialization\n"
+        "print(what.directory, torch.version.cann)"
+    )
+    done = run("-c", "import torch; " + code, ATB_TORCH_NPU_DIR="wheel")
+    assert done.stdout.split() == [str(tmp_path / "wheel"), "not", "known"], done.stderr
+
+
 def test_what_booted_is_printed():
     done = run("-m", "atb_modules.testing.npu", "ascend910_93", "--devices", "2")
     assert done.returncode == 0, done.stderr
