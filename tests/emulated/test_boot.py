@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +160,14 @@ def test_schemas_are_the_wheels_own():
         torch.ops.npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 8)] * 3, 1, "BNSD", pre_tokens=3)
     with pytest.raises(RuntimeError, match="Expected a value of type 'str'"):
         torch.ops.npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 8)] * 3, 1, 2)
+
+
+def test_the_readmes_example_runs():
+    """The first example and that of the emulated NPU, in a process of their own."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (emulated,) = (example for example in examples if "EmulatedNPU" in example)
+    check = "assert torch.allclose(y, want, atol=1e-5)\n"
+    done = run("-c", f"{examples[0]}\nwant = layer(x)\n{emulated}{check}")
+    assert done.returncode == 0, done.stderr
+    assert "npu::npu_fusion_attention" in done.stdout
