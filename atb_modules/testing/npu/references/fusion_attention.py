@@ -154,6 +154,7 @@ def fusion_attention_grad(
     the part are exact. aclnnFlashAttentionScoreGrad: dpse "is not used yet", so there is none. The dropout mask is
     generated once more from ``seed``, ``offset`` and ``numels``.
     """
+    require(dy is not None, "dy is undefined: torch_npu asks so for a derivative of the derivative, which is not there")
     require(softmax_max is not None and softmax_sum is not None, "softmax_max and softmax_sum are needed")
     require(attention_in is not None, "attention_in is needed")
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None
