@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +82,19 @@ def test_a_wheel_that_does_not_import_is_a_boot_error(tmp_path, booted_npu):
     assert done.returncode and "does not import on the stubs: libnothing.so: cannot open" in done.stderr
 
 
+def test_files_of_the_current_directory_are_left_alone(tmp_path, booted_npu):
+    """torch_npu walks it for CANN's version where ASCEND_HOME_PATH is not set; the wheel may be named from it, too."""
+    (tmp_path / "ascend_other_install.info").write_bytes(b"\xeb\xff")
+    (tmp_path / "wheel").symlink_to(booted_npu.directory)
+    code = (
+        f"import os; os.chdir({str(tmp_path)!r}); from atb_modules.testing.npu import boot; what = boot()\n"
+        f"assert os.getcwd() == {str(tmp_path)!r}; import torch_npu.utils.serialization\n"
+        "print(what.directory, torch.version.cann)"
+    )
+    done = run("-c", "import torch; " + code, ATB_TORCH_NPU_DIR="wheel")
+    assert done.stdout.split() == [str(tmp_path / "wheel"), "not", "known"], done.stderr
+
+
 def test_what_booted_is_printed():
     done = run("-m", "atb_modules.testing.npu", "ascend910_93", "--devices", "2")
     assert done.returncode == 0, done.stderr
@@ -145,3 +160,14 @@ def test_schemas_are_the_wheels_own():
         torch.ops.npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 8)] * 3, 1, "BNSD", pre_tokens=3)
     with pytest.raises(RuntimeError, match="Expected a value of type 'str'"):
         torch.ops.npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 8)] * 3, 1, 2)
+
+
+def test_the_readmes_example_runs():
+    """The first example and that of the emulated NPU, in a process of their own."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (emulated,) = (example for example in examples if "EmulatedNPU" in example)
+    check = "assert torch.allclose(y, want, atol=1e-5)\n"
+    done = run("-c", f"{examples[0]}\nwant = layer(x)\n{emulated}{check}")
+    assert done.returncode == 0, done.stderr
+    assert "npu::npu_fusion_attention" in done.stdout

@@ -102,3 +102,11 @@ def test_forbidden_calls(name):
 def test_310p_has_no_fused_training_attention():
     with EmulatedNPU(soc="ascend310p"), pytest.raises(OperatorError, match="not among the products"):
         call(make(2, 4, 5, 8, dtype=torch.half), make(2, 2, 6, 8, dtype=torch.half))
+
+
+def test_a_derivative_of_the_derivative_is_refused(npu):
+    q = torch.randn(1, 2, 5, 16).to(DEVICE).requires_grad_()
+    out = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BNSD")[0]
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(OperatorError, match="dy is undefined"):
+        first.sum().backward()

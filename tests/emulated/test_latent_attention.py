@@ -17,7 +17,7 @@ from atb_modules.spec import AttentionSpec
 from atb_modules.testing import fresh_generator
 from atb_modules.testing.npu import EmulatedNPU
 
-from .helpers import DEVICE, TOLERANCE
+from .helpers import DEVICE, TOLERANCE, assert_near
 
 OPERATOR = "atb::_npu_paged_attention_mla"
 HALVES = [torch.float16, torch.bfloat16]
@@ -102,6 +102,26 @@ def test_a_decode_step_waits_for_nothing(npu):
         for _ in range(2):
             module(token, kv_cache=cache, cache_step=cache.step([1, 1]), cache_layer=0)
     assert npu.log.names.count(OPERATOR) == 2
+
+
+def test_block_tables_that_change_beside_the_same_lengths(npu):
+    """Written to in place, or another tensor: what was made of the old one serves neither."""
+    generator = fresh_generator()
+    q, pages = (torch.randn(shape, generator=generator).half() for shape in ((2, 16, 576), (6, 1, 128, 576)))
+    tables = [torch.tensor(pair, dtype=torch.int32) for pair in ([[3, 1], [0, 2]], [[4, 5], [2, 0]], [[1, 0], [5, 3]])]
+    rest = torch.tensor([140, 9]).int(), torch.tensor([0, 1, 2]).int(), AttentionSpec(causal=True)
+    there = [t.to(DEVICE) for t in (q, pages, *rest[:2])]
+    place = tables[0].to(DEVICE)
+    for turn, table in enumerate(tables):
+        place = table.to(DEVICE) if turn == 2 else place.copy_(table.to(DEVICE))
+        out, _ = paged_attention(
+            there[0], there[1], there[1], place, *there[2:], rest[2], value_dim=512, strategy="ascend"
+        )
+        want, _ = paged_attention(
+            q.double(), pages.double(), pages.double(), table, *rest, value_dim=512, strategy="reference"
+        )
+        assert_near(out, want)
+    assert npu.log.names.count(OPERATOR) == 3
 
 
 @pytest.mark.parametrize("page_size,heads,rank,rope", [(16, 4, 512, 64), (128, 3, 512, 64), (128, 4, 528, 48)])

@@ -192,10 +192,10 @@ def test_what_the_documentation_forbids_is_refused(name):
         ops.npu_prompt_flash_attention(q, k, v, **call)
 
 
-@pytest.mark.parametrize("chip", ["ascend910b1", "ascend950"], indirect=True)
+@pytest.mark.parametrize("chip", ["ascend910b1", "ascend910_93"], indirect=True)
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH"])
 @pytest.mark.parametrize("mode,spec", [(2, AttentionSpec(causal="top_left")), (3, CAUSAL), (0, AttentionSpec())])
-def test_the_other_chips_take_more(chip, triangle, mode, spec, layout):
+def test_the_training_chips_take_more(chip, triangle, mode, spec, layout):
     """Modes and grouped heads, against attention written out."""
     q, k, v = drawn(fresh_generator(), 2, 4, 2, 5, 9, 32)
     given = [t if layout == "BNSD" else t.transpose(1, 2).contiguous() for t in (q, k, v)]
@@ -207,6 +207,16 @@ def test_the_other_chips_take_more(chip, triangle, mode, spec, layout):
     out = out.unflatten(-1, (4, -1)) if layout == "BSH" else out
     out = out if layout == "BNSD" else out.transpose(1, 2)
     assert_near(out, attention_reference(q.double(), k.double(), v.double(), spec)[0])
+
+
+@pytest.mark.parametrize("chip", ["ascend950"], indirect=True)
+def test_the_950_has_it_no_longer(chip):
+    """As torch_npu's host code says there, and of the attention with sinks, too."""
+    q = torch.ones(1, 2, 128, 32, dtype=HALF).to(DEVICE)
+    with pytest.raises(OperatorError, match="no longer supported on Ascend950"):
+        ops.npu_prompt_flash_attention(q, q, q, num_heads=2, input_layout="BNSD")
+    with pytest.raises(OperatorError, match="npu_fusion_attention_v3 is not supported on Ascend950"):
+        ops.npu_fusion_attention_v3(q, q, q, 2, "BNSD", sink=torch.zeros(2).to(DEVICE))
 
 
 #: a slip in our call -> parity is red, or the call is refused

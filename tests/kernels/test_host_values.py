@@ -33,6 +33,16 @@ def test_inference_tensors_are_kept_where_somebody_promised():
         assert [derived(lengths, "x", lambda: calls.append(1)) for _ in range(2)] and len(calls) == 3
 
 
+def test_what_inference_mode_makes_of_a_plain_tensor_serves_training():
+    angles = torch.tensor([3.0, 4.0])
+    with torch.inference_mode():
+        made = derived(angles, "doubled", lambda: 2 * angles)
+        assert not made.is_inference() and derived(angles.clone(), "doubled", lambda: 2 * angles) is not made
+    x = torch.ones(2, requires_grad=True)
+    (x * derived(angles, "doubled", lambda: None)).sum().backward()
+    assert x.grad.tolist() == [6.0, 8.0]
+
+
 def test_what_is_said_must_fit():
     with pytest.raises(ValueError, match=r"values has 3 numbers; tensor has shape \(2,\)"):
         remember(torch.tensor([1, 2]), [1, 2, 3])

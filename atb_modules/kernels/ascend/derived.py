@@ -29,7 +29,10 @@ def _not_to_keep(tensor: Tensor) -> bool:
 
 
 def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
-    """``make()``, or what it returned for the same ``source``, unchanged since, and the same ``what``."""
+    """``make()``, or what it returned for the same ``source``, unchanged since, and the same ``what``.
+
+    Of a tensor that gradients may be recorded with, so is what is made, even where inference mode asks first.
+    """
     count = None if _not_to_keep(source) else write_count(source)
     if count is None:
         return make()
@@ -39,7 +42,8 @@ def derived(source: Tensor, what: Hashable, make: Callable[[], T]) -> T:
         _DERIVED[source] = table
     kept = table[1]
     if what not in kept:
-        with torch.no_grad():
+        inference = torch.is_inference_mode_enabled() and source.is_inference()
+        with torch.inference_mode(inference), torch.no_grad():
             kept[what] = make()
     return kept[what]
 

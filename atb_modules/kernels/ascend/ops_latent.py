@@ -58,8 +58,7 @@ def latent_decode(
     """
     rows = [row for row, count in enumerate(queries) if count]
     context = derived(kv_lengths, ("context", tuple(rows)), lambda: _context(lengths, rows))
-    what = "latent table", id(block_table), tuple(rows)
-    table = derived(kv_lengths, what, lambda: _table(block_table, rows))
+    table = derived(block_table, ("latent table", tuple(rows)), lambda: _table(block_table, rows))
     out = q.new_empty(q.shape[0], q.shape[1], LATENT)
     torch.ops.atb._npu_paged_attention_mla(
         q.contiguous(),

@@ -98,7 +98,8 @@ def boot(soc: str = "ascend910b1", devices: int = 1, torch_npu_dir: str | Path |
     stubs = build_stubs(directory, Path(torch.__file__).parent / "lib")
     runtime = _load(stubs)
     runtime.emulated_npu_configure(chip.version.encode(), devices, ctypes.c_size_t(chip.hbm))
-    _BOOTED = Booted(_import_torch_npu(directory), chip, devices, wheel_version(directory), directory, stubs, runtime)
+    module = _import_torch_npu(directory, stubs)
+    _BOOTED = Booted(module, chip, devices, wheel_version(directory), directory, stubs, runtime)
     return _BOOTED
 
 
@@ -128,12 +129,14 @@ def _load(stubs: Path) -> ctypes.CDLL:
     return runtime
 
 
-def _import_torch_npu(directory: Path) -> ModuleType:
+def _import_torch_npu(directory: Path, stubs: Path) -> ModuleType:
+    """Import it from a directory without surprises: it looks for CANN's version in all files below the current one."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # for processes started from this one
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # host code runs on the calling thread
     sys.path.append(str(directory))
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it misses ASCEND_HOME_PATH, which is the point
+        # it misses ASCEND_HOME_PATH, which is the point, and says so
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(stubs):
             import torch_npu
     except Exception as error:
         sys.path.remove(str(directory))

@@ -48,7 +48,7 @@ def find_wheel(directory: str | Path | None = None) -> Path:
     Raises:
         BootError: where it holds none, with the command that puts it there.
     """
-    found = default_directory() if directory is None else Path(directory)
+    found = (default_directory() if directory is None else Path(directory)).absolute()
     if not (found / "torch_npu" / LIBRARIES[0]).is_file():
         command = INSTALL_COMMAND.format(directory=found)
         raise BootError(

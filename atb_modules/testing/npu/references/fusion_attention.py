@@ -22,6 +22,7 @@ from atb_modules.testing.npu.references.attention_math import (
 )
 from atb_modules.testing.npu.references.fusion_rules import Inputs
 from atb_modules.testing.npu.references.registry import reference
+from atb_modules.testing.npu.references.rules import is_950
 
 _FAR = 2147483647
 _LANES = 8  # a statistic is repeated over 32 bytes
@@ -105,8 +106,9 @@ def fusion_attention_v3(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Docs: "the version of npu_fusion_attention that supports graph mode"; lengths are tensors, and so are seed and
-    offset in the result.
+    offset in the result. torch_npu's host code: "Ascend950 not support".
     """
+    require(not is_950(), "npu_fusion_attention_v3 is not supported on Ascend950")
     results = fusion_attention(
         query, key, value, head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
         next_tockens, inner_precise, prefix, _as_list(actual_seq_qlen), _as_list(actual_seq_kvlen), sparse_mode,
@@ -152,6 +154,7 @@ def fusion_attention_grad(
     the part are exact. aclnnFlashAttentionScoreGrad: dpse "is not used yet", so there is none. The dropout mask is
     generated once more from ``seed``, ``offset`` and ``numels``.
     """
+    require(dy is not None, "dy is undefined: torch_npu asks so for a derivative of the derivative, which is not there")
     require(softmax_max is not None and softmax_sum is not None, "softmax_max and softmax_sum are needed")
     require(attention_in is not None, "attention_in is needed")
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None

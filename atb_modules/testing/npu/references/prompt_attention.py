@@ -20,6 +20,7 @@ from atb_modules.testing.npu.references.registry import reference
 from atb_modules.testing.npu.references.rules import (
     HALVES,
     is_310p,
+    is_950,
     require_contiguous,
     require_dtype,
     require_same_dtype,
@@ -52,8 +53,10 @@ def prompt_flash_attention(
     Of the accelerator cards with the 310P: "float16"; "num_key_value_heads: 0 alone"; "sparse_mode: 0 alone";
     "pre_tokens: 2147483647 alone, next_tokens: 0 and 2147483647"; "B at most 128, S at most 65535". And of the same
     cards aclnnPromptFlashAttention: "atten_mask: bool alone"; "where Q_S or KV_S is not a multiple of 128, or the two
-    differ, atten_mask cannot be given".
+    differ, atten_mask cannot be given". torch_npu's host code: "Interface npu_prompt_flash_attention is no longer
+    supported on Ascend950".
     """
+    require(not is_950(), "npu_prompt_flash_attention is no longer supported on Ascend950")
     require(input_layout in _LAYOUTS, f"input_layout is {input_layout!r}; {', '.join(_LAYOUTS)} are emulated")
     kv_heads = num_key_value_heads or num_heads
     for name, tensor in (("query", query), ("key", key), ("value", value)):
