@@ -29,17 +29,18 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
-# Kernels with all threads, one test after the other; the rest, which hardly uses threads, in two processes.
+# Two processes; those of kernels and notebooks have two threads each, which sleep while they wait for each other.
 # The emulated NPU gives a process an accelerator, so that its tests have processes of their own.
+THREADS = OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 unit: $(VENV)/.test $(TORCH_NPU)/.installed
 	@echo "== Tests: parity, caches, models, notebooks"
-	$(BIN)/python -m pytest tests/kernels --ignore=tests/kernels/ascendc
+	$(THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels --ignore=tests/kernels/ascendc
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/kernels \
 		--ignore=tests/emulated --ignore=tests/test_notebooks.py
 	@echo "== Tests: Ascend C kernels on the emulation, operators of torch_npu on the emulated NPU"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/kernels/ascendc
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/emulated
-	$(BIN)/python -m pytest -n 2 tests/test_notebooks.py
+	$(THREADS) $(BIN)/python -m pytest -n 2 tests/test_notebooks.py
 
 $(TORCH_NPU)/.installed: | $(VENV)/bin/python
 	@echo "== Installing torch_npu's wheel for the emulated NPU, beside the packages"
